@@ -1,0 +1,144 @@
+"""Decay-weighted cross entropy and KL over a frozen lm_head, without ever holding the whole [Q, V] logits.
+
+The head is frozen, so only the gradient with respect to the hidden states is needed: it is computed chunk by chunk
+in the forward pass, while the chunk's logits exist, and scaled in the backward pass. One product with the head for the
+logits, one for the gradient, one more for the teacher with soft labels: the least there is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dflash.errors import ConfigError
+
+REDUCTIONS = ("weight_mean", "token_mean")
+
+
+def decay_weights(block_size: int, gamma: float | None, device: torch.device | str = "cpu") -> Tensor:
+    """Weight of each slot of a block, [S] float32: 0 for slot 0, then exp(-(k - 1) / gamma).
+
+    `gamma` None is uniform. `gamma` 0 is the limit: slot 1 alone has weight 1.
+
+    Raises: ConfigError for a negative or non-finite gamma.
+    """
+    slots = torch.arange(block_size, device=device, dtype=torch.float32)
+    if gamma is None:
+        weights = torch.ones_like(slots)
+    elif not 0 <= gamma < float("inf"):
+        raise ConfigError(f"gamma must be a finite number >= 0, or None for uniform weights; got {gamma!r}")
+    elif gamma == 0:
+        weights = (slots == 1).float()
+    else:
+        weights = torch.exp(-(slots - 1) / gamma)
+    return torch.where(slots > 0, weights, 0.0)
+
+
+@dataclass(frozen=True)
+class HeadLoss:
+    """What one pass over the head gives: `loss` scalar float32; per row `row_loss` [R] and `prediction` [R] (argmax)."""
+
+    loss: Tensor
+    row_loss: Tensor
+    prediction: Tensor
+
+
+class _ChunkedHeadLoss(torch.autograd.Function):
+    """sum_r scale_r * l_r with l_r = CE(labels_r) or KL(teacher_r || draft_r); gradient for `hidden` only."""
+
+    @staticmethod
+    def forward(ctx, hidden, head, labels, teacher_hidden, scale, chunk_rows):
+        rows = hidden.shape[0]
+        row_loss = torch.empty(rows, dtype=torch.float32, device=hidden.device)
+        prediction = torch.empty(rows, dtype=torch.int64, device=hidden.device)
+        grad = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        for start in range(0, rows, chunk_rows):
+            part = slice(start, min(start + chunk_rows, rows))
+            log_p = torch.log_softmax((hidden[part] @ head.T).float(), -1)  # [c, V]
+            prediction[part] = log_p.argmax(-1)
+            if teacher_hidden is None:
+                picked = labels[part, None]
+                row_loss[part] = -log_p.gather(-1, picked).squeeze(-1)
+                difference = log_p.exp_()
+                difference.scatter_add_(-1, picked, torch.full_like(row_loss[part, None], -1.0))
+            else:
+                log_t = torch.log_softmax((teacher_hidden[part] @ head.T).float(), -1)
+                teacher = log_t.exp()
+                row_loss[part] = (teacher * log_t.sub_(log_p)).sum(-1)
+                difference = log_p.exp_().sub_(teacher)
+            if grad is not None:
+                difference.mul_(scale[part, None])
+                grad[part] = difference.to(head.dtype) @ head
+        ctx.save_for_backward(grad)
+        ctx.mark_non_differentiable(row_loss, prediction)
+        return (row_loss * scale).sum(), row_loss, prediction
+
+    @staticmethod
+    def backward(ctx, grad_loss, _row_loss, _prediction):
+        (grad,) = ctx.saved_tensors
+        return grad * grad_loss.to(grad.dtype), None, None, None, None, None
+
+
+def chunked_head_loss(
+    hidden: Tensor,
+    head: Tensor,
+    *,
+    scale: Tensor,
+    labels: Tensor | None = None,
+    teacher_hidden: Tensor | None = None,
+    chunk_rows: int = 1024,
+) -> HeadLoss:
+    """Loss of draft hidden states through a frozen head.
+
+    Args:
+        hidden: [R, H] after the drafter's final norm; head: [V, H], frozen.
+        scale: [R] float32, what each row's loss counts in the sum (weight over the reduction's denominator).
+        labels: [R] int64, hard labels. Or teacher_hidden: [R, H], the target's final-normed states whose
+            distribution through the same head is the soft label (the loss is KL(target || drafter)).
+        chunk_rows: rows whose logits exist at once; memory is about 4 * chunk_rows * V * 4 bytes.
+
+    Raises: ConfigError when not exactly one of labels and teacher_hidden is given.
+    """
+    if (labels is None) == (teacher_hidden is None):
+        raise ConfigError("give exactly one of labels (hard) and teacher_hidden (soft)")
+    loss, row_loss, prediction = _ChunkedHeadLoss.apply(hidden, head, labels, teacher_hidden, scale, chunk_rows)
+    return HeadLoss(loss, row_loss, prediction)
+
+
+def loss_scale(weights: Tensor, reduction: str) -> Tensor:
+    """Turn slot weights [R] into what each row's loss counts: w / sum(w), or w / number of weighted slots.
+
+    No weighted slot gives all zeros, so the loss is exactly 0.
+    """
+    if reduction == "weight_mean":
+        denominator = weights.sum()
+    elif reduction == "token_mean":
+        denominator = (weights > 0).sum().to(weights.dtype)
+    else:
+        raise ConfigError(f"unknown reduction {reduction!r}; known: {', '.join(REDUCTIONS)}")
+    return torch.where(denominator > 0, weights / denominator.clamp(min=torch.finfo(weights.dtype).tiny), 0.0)
+
+
+def block_metrics(correct: Tensor, supervised: Tensor) -> dict[str, Tensor]:
+    """Counts over the blocks of a pack; sums, so that steps and replicas can be added up.
+
+    Args:
+        correct: [A, S-1] bool, draft equals the text at slots 1..S-1; supervised: [A, S-1] bool.
+
+    Returns a dict of float64-safe tensors on the same device:
+        correct_by_slot [S-1], supervised_by_slot [S-1];
+        accepted_by_slot [S-1]: blocks whose slots 1..k are all supervised and correct (a run, not a product of means);
+        blocks: blocks with at least one supervised slot; accepted: drafted tokens accepted, summed over blocks.
+    The acceptance length, bonus token included, is 1 + accepted / blocks.
+    """
+    hit = correct & supervised
+    run = torch.cumprod(hit.to(torch.int32), dim=-1)
+    return {
+        "correct_by_slot": hit.sum(0),
+        "supervised_by_slot": supervised.sum(0),
+        "accepted_by_slot": run.sum(0),
+        "blocks": supervised.any(-1).sum(),
+        "accepted": run.sum(),
+    }

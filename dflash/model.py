@@ -1,0 +1,401 @@
+"""The DFlash drafter: a block-diffusion draft model over the target's own features.
+
+One forward pass denoises A blocks of S slots at once. Slot 0 of a block holds the real token at its anchor, the other
+slots hold the mask token; every layer attends from the draft slots to [context features | draft slots].
+
+Source: DFlash, block diffusion for flash speculative decoding (z-lab/dflash); the stack is Qwen3's.
+Shape letters are those of DESIGN: T packed tokens, A anchors, S block_size, Q = A * S, N captured layers, H hidden,
+V vocabulary, Vd draft vocabulary, Nq / Nkv heads, D head_dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dflash.attention import DEFAULT_MAX_DENSE_BYTES, AttentionMask, attention, default_backend
+from dflash.config import DrafterConfig
+from dflash.errors import ConfigError
+from dflash.losses import block_metrics, chunked_head_loss, decay_weights, loss_scale
+from dflash.masks import AnchorSet, block_supervision, document_ids, sample_anchors
+
+Rotary = tuple[Tensor, Tensor]  # cos, sin, each [positions, D] float32
+
+
+def rotary_tables(positions: Tensor, head_dim: int, theta: float) -> Rotary:
+    """Cosines and sines for integer positions [P], each [P, D] float32 (rotate-half layout)."""
+    exponent = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim
+    angles = positions.float()[:, None] * (theta**-exponent)
+    angles = torch.cat([angles, angles], -1)
+    return angles.cos(), angles.sin()
+
+
+def apply_rotary(x: Tensor, rotary: Rotary) -> Tensor:
+    """Rotate x [1, heads, P, D] by the tables of its positions."""
+    cos, sin = rotary
+    first, second = x.float().chunk(2, -1)
+    return (x.float() * cos + torch.cat([-second, first], -1) * sin).to(x.dtype)
+
+
+class RMSNorm(nn.Module):
+    """Root mean square norm with a plain weight, computed in float32."""
+
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(x.dtype)
+
+
+class DraftAttention(nn.Module):
+    """Queries from the draft slots; keys and values from context and draft slots through the same projections."""
+
+    def __init__(self, config: DrafterConfig):
+        super().__init__()
+        self.config = config
+        h, d = config.hidden_size, config.head_dim
+        self.q_proj = nn.Linear(h, config.num_attention_heads * d, bias=False)
+        self.k_proj = nn.Linear(h, config.num_key_value_heads * d, bias=False)
+        self.v_proj = nn.Linear(h, config.num_key_value_heads * d, bias=False)
+        self.o_proj = nn.Linear(config.num_attention_heads * d, h, bias=False)
+        self.q_norm = RMSNorm(d, config.rms_norm_eps)
+        self.k_norm = RMSNorm(d, config.rms_norm_eps)
+
+    def _heads(self, x: Tensor) -> Tensor:
+        """[1, P, heads * D] -> [1, heads, P, D]."""
+        return x.unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2)
+
+    def keys_values(self, x: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
+        """K and V of x [1, P, H]: each [1, Nkv, P, D], keys normed and rotated."""
+        k = apply_rotary(self.k_norm(self._heads(self.k_proj(x))), rotary)
+        return k, self._heads(self.v_proj(x))
+
+    def forward(self, x: Tensor, context_kv: tuple[Tensor, Tensor], rotary: Rotary, attend) -> Tensor:
+        q = apply_rotary(self.q_norm(self._heads(self.q_proj(x))), rotary)  # [1, Nq, Q, D]
+        k, v = self.keys_values(x, rotary)
+        out = attend(q, torch.cat([context_kv[0], k], 2), torch.cat([context_kv[1], v], 2))  # [1, Nq, Q, D]
+        return self.o_proj(out.transpose(1, 2).flatten(2))
+
+
+class DraftLayer(nn.Module):
+    """Pre-norm transformer layer over the draft slots."""
+
+    def __init__(self, config: DrafterConfig):
+        super().__init__()
+        h, m = config.hidden_size, config.intermediate_size
+        self.input_layernorm = RMSNorm(h, config.rms_norm_eps)
+        self.self_attn = DraftAttention(config)
+        self.post_attention_layernorm = RMSNorm(h, config.rms_norm_eps)
+        self.mlp = nn.ModuleDict(
+            {
+                "gate_proj": nn.Linear(h, m, bias=False),
+                "up_proj": nn.Linear(h, m, bias=False),
+                "down_proj": nn.Linear(m, h, bias=False),
+            }
+        )
+
+    def forward(self, x: Tensor, context_kv: tuple[Tensor, Tensor], rotary: Rotary, attend) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), context_kv, rotary, attend)  # [1, Q, H]
+        y = self.post_attention_layernorm(x)
+        return x + self.mlp["down_proj"](F.silu(self.mlp["gate_proj"](y)) * self.mlp["up_proj"](y))
+
+
+@dataclass
+class DraftContext:
+    """Keys and values of the accepted context, per layer, grown while decoding. Never cropped: only verified
+    tokens' features enter it."""
+
+    layers: list[tuple[Tensor, Tensor]]  # each [1, Nkv, n, D]
+    length: int = 0
+
+
+class DFlashDrafter(nn.Module):
+    """The drafter.
+
+    Args:
+        config: shape of the stack.
+        target_layer_ids: N layer ids; id l is the output of target layer l.
+        block_size: S. max_anchors: A of a training step.
+        mask_token_id: the token in slots 1..S-1; must lie inside the embedding.
+        attention_backend: "flex", "sdpa", "sdpa_chunked", or None for the device's default at call time.
+        max_dense_bytes: bound of the dense backends.
+        loss_chunk_rows: rows of logits alive at once.
+
+    Raises: ConfigError for a block size below 2, no anchors, no layer ids, or a mask token outside the vocabulary.
+    """
+
+    def __init__(
+        self,
+        config: DrafterConfig,
+        target_layer_ids: list[int],
+        block_size: int = 32,
+        max_anchors: int = 1024,
+        mask_token_id: int = 248070,
+        *,
+        attention_backend: str | None = None,
+        max_dense_bytes: int = DEFAULT_MAX_DENSE_BYTES,
+        loss_chunk_rows: int = 1024,
+    ):
+        super().__init__()
+        if block_size < 2:
+            raise ConfigError(f"block_size must be at least 2 (slot 0 is the anchor itself), got {block_size}")
+        if max_anchors < 1:
+            raise ConfigError(f"max_anchors must be at least 1, got {max_anchors}")
+        if not target_layer_ids or min(target_layer_ids) < 0 or len(set(target_layer_ids)) != len(target_layer_ids):
+            raise ConfigError(f"target_layer_ids must be distinct layer ids >= 0, got {list(target_layer_ids)}")
+        if not 0 <= mask_token_id < config.vocab_size:
+            raise ConfigError(f"mask_token_id {mask_token_id} lies outside the vocabulary of {config.vocab_size}")
+        self.config = config
+        self.target_layer_ids = list(target_layer_ids)
+        self.block_size = block_size
+        self.max_anchors = max_anchors
+        self.mask_token_id = mask_token_id
+        self.attention_backend = attention_backend
+        self.max_dense_bytes = max_dense_bytes
+        self.loss_chunk_rows = loss_chunk_rows
+        self.anchor_generator = torch.Generator().manual_seed(0)
+
+        h = config.hidden_size
+        self.fc = nn.Linear(len(self.target_layer_ids) * h, h, bias=False)
+        self.hidden_norm = RMSNorm(h, config.rms_norm_eps)
+        self.layers = nn.ModuleList(DraftLayer(config) for _ in range(config.num_hidden_layers))
+        self.norm = RMSNorm(h, config.rms_norm_eps)
+        # The target's own tables, frozen and shared: buffers, so that no optimizer and no checkpoint takes them.
+        draft_vocab = config.draft_vocab_size or config.vocab_size
+        self.register_buffer("embed_tokens", torch.zeros(0, h), persistent=False)
+        self.register_buffer("lm_head", torch.zeros(0, h), persistent=False)
+        self.register_buffer("draft_token_ids", torch.arange(draft_vocab), persistent=False)  # [Vd] -> target id
+        self.register_buffer("draft_index", torch.arange(config.vocab_size), persistent=False)  # [V] -> row, or -1
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Normal initialisation of every matrix, ones in every norm."""
+        for parameter in self.parameters():
+            if parameter.dim() > 1:
+                nn.init.normal_(parameter, std=self.config.initializer_range)
+            else:
+                nn.init.ones_(parameter)
+
+    def load_target_head(self, embed_tokens: Tensor, lm_head: Tensor, draft_token_ids: Tensor | None = None) -> None:
+        """Share the target's embedding [V, H] and head [V, H]; with a draft vocabulary, keep only its head rows.
+
+        Args:
+            draft_token_ids: [Vd] distinct target ids that the drafter may propose; None means all.
+
+        Raises: ConfigError when a shape differs from the drafter's config.
+        """
+        v, h = self.config.vocab_size, self.config.hidden_size
+        for name, table in (("embed_tokens", embed_tokens), ("lm_head", lm_head)):
+            if tuple(table.shape[1:]) != (h,) or table.shape[0] < v:
+                raise ConfigError(
+                    f"the target's {name} is {list(table.shape)}, the drafter wants [{v}, {h}]; derive the drafter's "
+                    "config from this target with create_drafter_config(target_config)"
+                )
+        device, dtype = self.fc.weight.device, self.fc.weight.dtype
+        self.embed_tokens = embed_tokens.detach().to(device=device, dtype=dtype)
+        head = lm_head.detach()[:v]
+        if draft_token_ids is not None:
+            ids = draft_token_ids.to(torch.int64).cpu()
+            wanted = self.config.draft_vocab_size
+            if ids.numel() != wanted or ids.unique().numel() != wanted or ids.min() < 0 or ids.max() >= v:
+                raise ConfigError(
+                    f"draft_token_ids must be {wanted} distinct ids below {v} (draft_vocab_size), got {ids.numel()}"
+                )
+            head = head[ids.to(head.device)]
+            self.draft_token_ids = ids.to(device)
+            index = torch.full((v,), -1, dtype=torch.int64)
+            index[ids] = torch.arange(wanted)
+            self.draft_index = index.to(device)
+        elif self.config.draft_vocab_size not in (None, v):
+            raise ConfigError(f"draft_vocab_size is {self.config.draft_vocab_size}, so draft_token_ids is needed")
+        self.lm_head = head.to(device=device, dtype=dtype)
+
+    # -- training -------------------------------------------------------------------------------------------------
+
+    def forward(
+        self,
+        all_hidden_states: Tensor,
+        verifier_last_hidden: Tensor,
+        input_ids: Tensor,
+        loss_mask: Tensor,
+        lengths: Tensor,
+        position_ids: Tensor,
+        use_soft_labels: bool = False,
+        gamma: float | None = 10.0,
+        *,
+        reduction: str = "weight_mean",
+        anchors: AnchorSet | None = None,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Loss of one pack.
+
+        Args:
+            all_hidden_states: [1, T, N*H], outputs of the captured target layers, concatenated on the last axis.
+            verifier_last_hidden: [1, T, H], after the target's final norm, so that the head gives its logits.
+            input_ids: [1, T] int64. loss_mask: [1, T] bool. position_ids: [1, T] int64, restarting per document.
+            lengths: [documents] int64 on CPU or the pack's device, summing to at most T.
+            use_soft_labels: KL to the target's distribution instead of cross entropy to the token.
+            gamma: decay of the slot weights; None is uniform.
+            reduction: "weight_mean" or "token_mean".
+            anchors: where blocks start; None draws them from `anchor_generator`.
+
+        Returns: the loss (scalar float32; exactly 0 with no supervised slot) and a dict of sums, see
+        `losses.block_metrics`, with `loss`, `weight` and `supervised_slots`.
+
+        Raises: ValueError naming the argument, the shape got and the shape wanted.
+        """
+        self._check(all_hidden_states, verifier_last_hidden, input_ids, loss_mask, lengths, position_ids)
+        device = all_hidden_states.device
+        total = input_ids.shape[1]
+        if anchors is None:
+            anchors = sample_anchors(loss_mask[0].cpu(), lengths.cpu(), self.block_size, self.max_anchors,
+                                     self.anchor_generator)
+        anchors = anchors.to(device, non_blocking=True)
+        documents = document_ids(lengths.to(device), total)
+        hidden = self._denoise(all_hidden_states, input_ids[0], position_ids[0], anchors, documents)  # [A, S, H]
+        return self._loss(hidden, verifier_last_hidden[0], input_ids[0], loss_mask[0], anchors, documents,
+                          use_soft_labels, gamma, reduction)
+
+    def _denoise(
+        self, all_hidden_states: Tensor, input_ids: Tensor, position_ids: Tensor, anchors: AnchorSet, documents: Tensor
+    ) -> Tensor:
+        """Final-normed hidden states of every slot, [A, S, H]."""
+        slots = torch.arange(self.block_size, device=input_ids.device)
+        tokens = torch.where(slots == 0, input_ids[anchors.positions][:, None], self.mask_token_id)  # [A, S]
+        draft_positions = (position_ids[anchors.positions][:, None] + slots).flatten()  # [Q]
+        backend = self.attention_backend or default_backend(input_ids.device)
+        windows = self.config.sliding_window or (None,) * len(self.layers)
+        masks = {w: AttentionMask(anchors, documents, self.block_size, w) for w in set(windows)}
+
+        context = self.hidden_norm(self.fc(all_hidden_states.to(self.fc.weight.dtype)))  # [1, T, H]
+        context_rotary = self._rotary(position_ids)
+        rotary = self._rotary(draft_positions)
+        x = F.embedding(tokens.flatten(), self.embed_tokens)[None]  # [1, Q, H]
+        for layer, window in zip(self.layers, windows, strict=True):
+            def attend(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask = masks[window]) -> Tensor:
+                return attention(q, k, v, mask, backend, self.max_dense_bytes)
+
+            x = layer(x, layer.self_attn.keys_values(context, context_rotary), rotary, attend)
+        return self.norm(x)[0].unflatten(0, (-1, self.block_size))
+
+    def _loss(
+        self, hidden: Tensor, last_hidden: Tensor, input_ids: Tensor, loss_mask: Tensor, anchors: AnchorSet,
+        documents: Tensor, use_soft_labels: bool, gamma: float | None, reduction: str,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Loss and metrics of slots 1..S-1; slot 0 is never sent through the head."""
+        total = input_ids.shape[0]
+        supervised = block_supervision(anchors, loss_mask, documents, self.block_size)[:, 1:]  # [A, S-1]
+        slots = torch.arange(1, self.block_size, device=input_ids.device)
+        label_at = (anchors.positions[:, None] + slots).clamp(max=total - 1)  # [A, S-1]
+        tokens = input_ids[label_at]
+        labels = self.draft_index[tokens]  # -1 outside the draft vocabulary
+        weighted = supervised if use_soft_labels else supervised & (labels >= 0)
+        weights = decay_weights(self.block_size, gamma, input_ids.device)[1:] * weighted  # [A, S-1]
+        scale = loss_scale(weights.flatten(), reduction)
+        rows = hidden[:, 1:].flatten(0, 1)
+        teacher = last_hidden[(label_at - 1).flatten()].to(rows.dtype) if use_soft_labels else None
+        if rows.device.type == "cpu":  # no host sync to fear: leave out the rows that weigh nothing
+            keep = supervised.flatten().nonzero().squeeze(-1)
+        else:
+            keep = slice(None)
+        result = chunked_head_loss(
+            rows[keep],
+            self.lm_head,
+            scale=scale[keep],
+            labels=None if use_soft_labels else labels.flatten()[keep].clamp(min=0),
+            teacher_hidden=None if teacher is None else teacher[keep],
+            chunk_rows=self.loss_chunk_rows,
+        )
+        prediction = torch.full_like(tokens.flatten(), -1)
+        prediction[keep] = self.draft_token_ids[result.prediction]
+        metrics = block_metrics(prediction.view_as(tokens) == tokens, supervised)
+        metrics |= {
+            "loss": result.loss.detach(),
+            "weight": weights.sum(),
+            "supervised_slots": supervised.sum(),
+        }
+        return result.loss, metrics
+
+    def _rotary(self, positions: Tensor) -> Rotary:
+        return rotary_tables(positions, self.config.head_dim, self.config.rope_theta)
+
+    def _check(self, all_hidden_states, verifier_last_hidden, input_ids, loss_mask, lengths, position_ids) -> None:
+        """Refuse wrong shapes at the door."""
+        n, h = len(self.target_layer_ids), self.config.hidden_size
+        if all_hidden_states.dim() == 4:
+            shape = list(all_hidden_states.shape)
+            raise ValueError(
+                f"all_hidden_states has shape {shape}, wanted [1, T, {n * h}]: the {n} captured layers must be "
+                "concatenated on the feature axis, not stacked. Use torch.cat([layer_1, layer_2, ...], dim=-1) with "
+                "each layer [1, T, H], or x.flatten(2) if the stack is [1, T, N, H]"
+            )
+        if input_ids.dim() != 2 or input_ids.shape[0] != 1:
+            raise ValueError(f"input_ids has shape {list(input_ids.shape)}, wanted [1, T]")
+        total = input_ids.shape[1]
+        for name, value, wanted in (
+            ("all_hidden_states", all_hidden_states, [1, total, n * h]),
+            ("verifier_last_hidden", verifier_last_hidden, [1, total, h]),
+            ("loss_mask", loss_mask, [1, total]),
+            ("position_ids", position_ids, [1, total]),
+        ):
+            if list(value.shape) != wanted:
+                raise ValueError(
+                    f"{name} has shape {list(value.shape)}, wanted {wanted} (T is {total} by input_ids, {n} captured "
+                    f"layers of {h} features)"
+                )
+        if loss_mask.dtype != torch.bool:
+            raise ValueError(f"loss_mask has dtype {loss_mask.dtype}, wanted torch.bool")
+        if lengths.dim() != 1 or lengths.numel() == 0:
+            raise ValueError(f"lengths has shape {list(lengths.shape)}, wanted [num_documents], at least one document")
+        if lengths.device.type == "cpu" and (int(lengths.sum()) > total or int(lengths.min()) < 1):
+            raise ValueError(
+                f"lengths {lengths.tolist()} must be positive and sum to at most T = {total}, got {int(lengths.sum())}"
+            )
+        if self.lm_head.shape[0] == 0:
+            raise ConfigError("the drafter has no head yet; call load_target_head(embed_tokens, lm_head) first")
+
+    # -- decoding -------------------------------------------------------------------------------------------------
+
+    def new_context(self) -> DraftContext:
+        """An empty context for one sequence."""
+        c = self.config
+        empty = torch.zeros(1, c.num_key_value_heads, 0, c.head_dim, device=self.fc.weight.device,
+                            dtype=self.fc.weight.dtype)
+        return DraftContext([(empty, empty) for _ in self.layers])
+
+    @torch.no_grad()
+    def extend(self, context: DraftContext, features: Tensor) -> None:
+        """Append the features [1, n, N*H] of n verified tokens that follow the context."""
+        positions = torch.arange(context.length, context.length + features.shape[1], device=features.device)
+        x = self.hidden_norm(self.fc(features.to(self.fc.weight.dtype)))
+        rotary = self._rotary(positions)
+        for i, layer in enumerate(self.layers):
+            k, v = layer.self_attn.keys_values(x, rotary)
+            context.layers[i] = (torch.cat([context.layers[i][0], k], 2), torch.cat([context.layers[i][1], v], 2))
+        context.length += features.shape[1]
+
+    @torch.no_grad()
+    def propose(self, context: DraftContext, anchor_token: int, slots: int | None = None) -> Tensor:
+        """Draft logits for slots 1..S-1 of the block whose anchor follows the context, [S-1, Vd].
+
+        Args:
+            slots: use a shorter block of this many slots (2..S).
+        """
+        size = self.block_size if slots is None else slots
+        tokens = torch.full((size,), self.mask_token_id, dtype=torch.int64, device=self.fc.weight.device)
+        tokens[0] = anchor_token
+        x = F.embedding(tokens, self.embed_tokens)[None]  # [1, S, H]
+        rotary = self._rotary(torch.arange(context.length, context.length + size, device=tokens.device))
+        windows = self.config.sliding_window or (None,) * len(self.layers)
+        for layer, window, (k, v) in zip(self.layers, windows, context.layers, strict=True):
+            start = 0 if window is None else max(0, k.shape[2] - window)
+
+            def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # everything present is visible
+                return F.scaled_dot_product_attention(q, k, v, enable_gqa=q.shape[1] != k.shape[1])
+
+            x = layer(x, (k[:, :, start:], v[:, :, start:]), rotary, attend)
+        return self.norm(x)[0, 1:] @ self.lm_head.T
