@@ -107,11 +107,14 @@ def chunked_head_loss(
     return HeadLoss(loss, row_loss, prediction)
 
 
-def loss_scale(weights: Tensor, reduction: str) -> Tensor:
+def loss_scale(weights: Tensor, reduction: str, total: float | None = None) -> Tensor:
     """Turn slot weights [R] into what each row's loss counts: w / sum(w), or w / number of weighted slots.
 
-    No weighted slot gives all zeros, so the loss is exactly 0.
+    `total` replaces that denominator, for a pack that is one of several in a step. No weighted slot gives all zeros,
+    so the loss is exactly 0.
     """
+    if total is not None:
+        return weights / total if total > 0 else torch.zeros_like(weights)
     if reduction == "weight_mean":
         denominator = weights.sum()
     elif reduction == "token_mean":

@@ -230,6 +230,7 @@ class DFlashDrafter(nn.Module):
         *,
         reduction: str = "weight_mean",
         anchors: AnchorSet | None = None,
+        denominator: float | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss of one pack.
 
@@ -242,6 +243,8 @@ class DFlashDrafter(nn.Module):
             gamma: decay of the slot weights; None is uniform.
             reduction: "weight_mean" or "token_mean".
             anchors: where blocks start; None draws them from `anchor_generator`.
+            denominator: what the weighted sum is divided by, instead of this pack's own reduction; the total over a
+                step's packs makes their losses and gradients add up.
 
         Returns: the loss (scalar float32; exactly 0 with no supervised slot) and a dict of sums, see
         `losses.block_metrics`, with `loss`, `weight` and `supervised_slots`.
@@ -258,7 +261,7 @@ class DFlashDrafter(nn.Module):
         documents = document_ids(lengths.to(device), total)
         hidden = self._denoise(all_hidden_states, input_ids[0], position_ids[0], anchors, documents)  # [A, S, H]
         return self._loss(hidden, verifier_last_hidden[0], input_ids[0], loss_mask[0], anchors, documents,
-                          use_soft_labels, gamma, reduction)
+                          use_soft_labels, gamma, reduction, denominator)
 
     def _denoise(
         self, all_hidden_states: Tensor, input_ids: Tensor, position_ids: Tensor, anchors: AnchorSet, documents: Tensor
@@ -284,7 +287,7 @@ class DFlashDrafter(nn.Module):
 
     def _loss(
         self, hidden: Tensor, last_hidden: Tensor, input_ids: Tensor, loss_mask: Tensor, anchors: AnchorSet,
-        documents: Tensor, use_soft_labels: bool, gamma: float | None, reduction: str,
+        documents: Tensor, use_soft_labels: bool, gamma: float | None, reduction: str, denominator: float | None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss and metrics of slots 1..S-1; slot 0 is never sent through the head."""
         total = input_ids.shape[0]
@@ -295,7 +298,7 @@ class DFlashDrafter(nn.Module):
         labels = self.draft_index[tokens]  # -1 outside the draft vocabulary
         weighted = supervised if use_soft_labels else supervised & (labels >= 0)
         weights = decay_weights(self.block_size, gamma, input_ids.device)[1:] * weighted  # [A, S-1]
-        scale = loss_scale(weights.flatten(), reduction)
+        scale = loss_scale(weights.flatten(), reduction, denominator)
         rows = hidden[:, 1:].flatten(0, 1)
         teacher = last_hidden[(label_at - 1).flatten()].to(rows.dtype) if use_soft_labels else None
         if rows.device.type == "cpu":  # no host sync to fear: leave out the rows that weigh nothing

@@ -1,0 +1,94 @@
+"""AdamW over float32 masters, gradient clipping and the learning rate, without a host sync in a step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+
+def learning_rate(step: int, total: int, warmup: int, base: float, min_ratio: float) -> float:
+    """Linear warmup over `warmup` steps, then a cosine that ends at base * min_ratio on step `total` (1-based)."""
+    if step <= warmup:
+        return base * step / max(1, warmup)
+    progress = min(1.0, (step - warmup) / max(1, total - warmup))
+    return base * (min_ratio + (1 - min_ratio) * 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+class MasterAdamW:
+    """AdamW whose weights, moments and gradients are float32, whatever the model computes in.
+
+    `accumulate` moves the model's gradients into float32 and clears them; `step` clips, updates the masters and
+    copies them back. A gradient that is not finite changes nothing (the fused kernel skips on the device) and is
+    visible in the norm that `step` returns. Matrices decay, norms do not.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], *, betas: tuple[float, float], weight_decay: float,
+                 max_grad_norm: float):
+        self.parameters = [p for p in parameters if p.requires_grad]
+        self.max_grad_norm = max_grad_norm
+        self.shared = all(p.dtype == torch.float32 for p in self.parameters)
+        self.masters = self.parameters if self.shared else [
+            nn.Parameter(p.detach().float()) for p in self.parameters
+        ]
+        self.gradients = [torch.zeros_like(m) for m in self.masters]  # float32
+        groups = [
+            {"params": [m for m in self.masters if m.dim() > 1], "weight_decay": weight_decay},
+            {"params": [m for m in self.masters if m.dim() <= 1], "weight_decay": 0.0},
+        ]
+        self.adamw = torch.optim.AdamW([g for g in groups if g["params"]], lr=0.0, betas=betas, fused=True)
+
+    def accumulate(self) -> None:
+        """Add the model's gradients to the float32 ones and drop them."""
+        present = [(g, p) for g, p in zip(self.gradients, self.parameters, strict=True) if p.grad is not None]
+        if present:
+            torch._foreach_add_([g for g, _ in present], [p.grad.float() for _, p in present])
+        for p in self.parameters:
+            p.grad = None
+
+    @torch.no_grad()
+    def step(self, lr: float) -> Tensor:
+        """Clip to `max_grad_norm`, update, copy back, zero the gradients. Returns the norm before clipping (scalar,
+        on the device, not finite when the step was skipped)."""
+        norm = torch.nn.utils.get_total_norm(self.gradients)
+        finite = torch.isfinite(norm)
+        factor = torch.where(finite, (self.max_grad_norm / (norm + 1e-6)).clamp(max=1.0), 1.0)
+        torch._foreach_mul_(self.gradients, factor)
+        for group in self.adamw.param_groups:
+            group["lr"] = lr
+        for master, gradient in zip(self.masters, self.gradients, strict=True):
+            master.grad = gradient
+        self.adamw.grad_scale = None
+        self.adamw.found_inf = (~finite).float()
+        self.adamw.step()
+        for master in self.masters:
+            master.grad = None
+        if not self.shared:
+            torch._foreach_copy_(self.parameters, self.masters)
+        torch._foreach_zero_(self.gradients)
+        return norm
+
+    @torch.no_grad()
+    def first_non_finite(self, names: Iterable[str]) -> str | None:
+        """Name of the first parameter with a NaN or an infinity; `names` in the order of the parameters."""
+        for name, master in zip(names, self.masters, strict=True):
+            if not bool(torch.isfinite(master).all()):
+                return name
+        return None
+
+    @torch.no_grad()
+    def all_finite(self) -> Tensor:
+        """Scalar bool on the device: every master is finite."""
+        return torch.isfinite(torch.stack(torch._foreach_norm(self.masters))).all()
+
+    def state_dict(self) -> dict:
+        return {"adamw": self.adamw.state_dict(), "masters": [m.detach() for m in self.masters]}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict) -> None:
+        torch._foreach_copy_(list(self.masters), [m.to(self.masters[0].device) for m in state["masters"]])
+        self.adamw.load_state_dict(state["adamw"])
+        if not self.shared:
+            torch._foreach_copy_(self.parameters, self.masters)

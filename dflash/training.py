@@ -1,0 +1,286 @@
+"""The training loop: plan a step, run it, record it; evaluate, save and obey the buttons at step boundaries.
+
+How a step is computed is an engine's business: `SerialEngine` here works through the items on one device and is the
+reference; `runner.threads` and `runner.processes` spread the same items over many.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from dflash.errors import DFlashError
+from dflash.model import DFlashDrafter
+from dflash.optim import MasterAdamW, learning_rate
+from dflash.plan import Planner, StepPlan, WorkItem
+from dflash.run_config import TrainOptions
+
+if TYPE_CHECKING:
+    from dflash.control import RunControl
+    from dflash.target import Features
+    from dflash.telemetry import Run
+
+
+class NonFiniteParameterError(DFlashError):
+    """A weight became NaN or infinite; training on would destroy the last good checkpoint's worth."""
+
+
+class FeatureSource(Protocol):
+    """Where a pack's target features come from."""
+
+    def get(self, pack) -> Features: ...
+
+
+class Replica:
+    """One drafter with its optimizer on one device."""
+
+    def __init__(self, drafter: DFlashDrafter, options: TrainOptions):
+        self.drafter = drafter
+        self.options = options
+        self.optimizer = MasterAdamW(drafter.parameters(), betas=options.betas, weight_decay=options.weight_decay,
+                                     max_grad_norm=options.max_grad_norm)
+
+    @property
+    def device(self) -> torch.device:
+        return self.drafter.fc.weight.device
+
+    def accumulate(self, item: WorkItem, features: Features, denominator: float) -> Tensor:
+        """Forward and backward of one item; its gradient joins the float32 ones. Returns the metric sums, see
+        `metric_sums`."""
+        pack, device = item.pack, self.device
+        loss, metrics = self.drafter(
+            all_hidden_states=features.all_hidden_states.to(device, non_blocking=True),
+            verifier_last_hidden=features.verifier_last_hidden.to(device, non_blocking=True),
+            input_ids=pack.input_ids[None].to(device, non_blocking=True),
+            loss_mask=pack.loss_mask[None].to(device, non_blocking=True),
+            lengths=pack.lengths,
+            position_ids=pack.position_ids[None].to(device, non_blocking=True),
+            use_soft_labels=self.options.soft_labels,
+            gamma=self.options.gamma,
+            reduction=self.options.reduction,
+            anchors=item.anchors,
+            denominator=denominator,
+        )
+        loss.backward()
+        self.optimizer.accumulate()
+        return metric_sums(metrics)
+
+    def apply(self, lr: float, plan: StepPlan) -> Tensor:
+        """Optimizer step; none where the plan supervises nothing. Returns [gradient norm, 1.0 if every weight is
+        finite], on the device."""
+        if plan.denominator <= 0:
+            return torch.tensor([0.0, 1.0], dtype=torch.float64, device=self.device)
+        norm = self.optimizer.step(lr)
+        return torch.stack([norm.double(), self.optimizer.all_finite().double()])
+
+
+SCALARS = ("loss", "weight", "supervised_slots", "blocks", "accepted")
+PER_SLOT = ("correct_by_slot", "supervised_by_slot", "accepted_by_slot")
+
+
+def metric_sums(metrics: dict[str, Tensor]) -> Tensor:
+    """The drafter's metrics as one float64 vector, so that items and replicas are added and read at once."""
+    return torch.cat([torch.stack([metrics[n].double() for n in SCALARS]), *(metrics[n].double() for n in PER_SLOT)])
+
+
+def read_sums(values: list[float]) -> dict[str, float | list[float]]:
+    """Inverse of `metric_sums`, with the ratios that people read."""
+    sums: dict = dict(zip(SCALARS, values, strict=False))
+    slots = (len(values) - len(SCALARS)) // len(PER_SLOT)
+    for i, name in enumerate(PER_SLOT):
+        start = len(SCALARS) + i * slots
+        sums[name] = values[start : start + slots]
+    blocks = sums["blocks"]
+    return {
+        "loss": sums["loss"],
+        "supervised_slots": int(sums["supervised_slots"]),
+        "blocks": int(blocks),
+        "acceptance_length": 1 + sums["accepted"] / blocks if blocks else None,
+        "accuracy": [c / n if n else None for c, n in
+                     zip(sums["correct_by_slot"], sums["supervised_by_slot"], strict=True)],
+        "acceptance_by_slot": [a / blocks if blocks else None for a in sums["accepted_by_slot"]],
+    }
+
+
+class Engine(Protocol):
+    """Computes steps. `replica` is the one whose weights are evaluated and saved."""
+
+    replica: Replica
+
+    def start(self, first_step: int) -> None:
+        """Get ready to run steps from `first_step` on (warm up, start workers)."""
+
+    def step(self, plan: StepPlan, lr: float) -> Tensor:
+        """Run one step. Returns `metric_sums` of all items followed by what `Replica.apply` gives, on any device."""
+
+    def close(self) -> None:
+        """Stop workers and free what the engine made; called on every way out."""
+
+
+class SerialEngine:
+    """All items of a step one after another on one device. The reference for every other engine."""
+
+    def __init__(self, replica: Replica, source: FeatureSource):
+        self.replica = replica
+        self.source = source
+
+    def start(self, first_step: int) -> None:
+        pass
+
+    def step(self, plan: StepPlan, lr: float) -> Tensor:
+        sums = [self.replica.accumulate(item, self.source.get(item.pack), plan.denominator) for item in plan.items]
+        return torch.cat([torch.stack(sums).sum(0), self.replica.apply(lr, plan)])
+
+    def close(self) -> None:
+        pass
+
+
+class _Readback:
+    """A step's result on its way to the host, without holding up the device."""
+
+    def __init__(self, values: Tensor):
+        self.event = None
+        if values.device.type == "cuda":
+            self.host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self.host.copy_(values, non_blocking=True)
+            self.event = torch.cuda.Event()
+            self.event.record(torch.cuda.current_stream(values.device))
+        else:
+            self.host = values
+
+    def read(self) -> list[float]:
+        if self.event is not None:
+            self.event.synchronize()
+        return self.host.tolist()
+
+
+@dataclass
+class Outcome:
+    """How training ended."""
+
+    status: str  # "completed" or "interrupted"
+    step: int
+    skipped_steps: int
+    acceptance_length: float | None  # held out, bonus token included
+
+
+class Trainer:
+    """Drives an engine through a run.
+
+    Args:
+        evaluate: gives the fields of an `eval` record, or None when nothing is held out.
+        save: writes a checkpoint of a step and returns its path.
+        beat: called after each completed step (the watchdog's).
+    """
+
+    def __init__(self, engine: Engine, planner: Planner, options: TrainOptions, run: Run, control: RunControl, *,
+                 evaluate: Callable[[], dict] | None, save: Callable[[int], object],
+                 beat: Callable[[], None] = lambda: None):
+        self.engine, self.planner, self.options = engine, planner, options
+        self.run, self.control = run, control
+        self._evaluate, self._save, self._beat = evaluate, save, beat
+        self.total = options.steps
+        self.skipped = 0
+        self.acceptance: float | None = None
+        self._pending: deque[tuple[StepPlan, float, _Readback]] = deque()
+        self._clock = 0.0
+
+    def train(self, first_step: int = 1) -> Outcome:
+        """Run steps `first_step` to the planned last one."""
+        status, step = "completed", first_step - 1
+        self.engine.start(first_step)
+        if first_step == 1:
+            self.evaluate(0)
+        began = self._clock = time.perf_counter()
+        while step < self.total:
+            step += 1
+            plan = self.planner.step(step)
+            lr = learning_rate(step, self.total, self.options.warmup_steps, self.options.lr, self.options.min_lr_ratio)
+            self._pending.append((plan, lr, _Readback(self.engine.step(plan, lr))))
+            self._record(keep=1 if self.engine.replica.device.type == "cuda" else 0)
+            self._beat()
+            if step - first_step + 1 == _TIMED_STEPS:
+                self._fit_minutes(step, time.perf_counter() - began)
+            if step % self.options.eval_every == 0 or step == self.total:
+                self.evaluate(step)
+            if step % self.options.checkpoint_every == 0 and step != self.total:
+                self.save(step)
+            if not self.control.at_step(checkpoint=lambda s=step: self.save(s), evaluate=lambda s=step: self.evaluate(s)):
+                status = "interrupted"
+                break
+            self._beat()
+        self._record(keep=0)
+        self.save(step)
+        return Outcome(status, step, self.skipped, self.acceptance)
+
+    def evaluate(self, step: int) -> None:
+        """Held-out acceptance length, as an `eval` record."""
+        self._record(keep=0)
+        if self._evaluate is None:
+            return
+        began = time.perf_counter()
+        fields = self._evaluate()
+        self.acceptance = fields.get("acceptance_length")
+        self.run.metrics.write("eval", step=step, **{"seconds": time.perf_counter() - began, **fields})
+        self._clock = time.perf_counter()
+
+    def save(self, step: int) -> None:
+        """A checkpoint, as a `checkpoint` record."""
+        self._record(keep=0)
+        began = time.perf_counter()
+        path = self._save(step)
+        self.run.metrics.write("checkpoint", step=step, path=str(path), seconds=time.perf_counter() - began)
+        self._clock = time.perf_counter()
+
+    def _record(self, keep: int) -> None:
+        """Write the `step` records whose results have arrived, all but the newest `keep`."""
+        while len(self._pending) > keep:
+            plan, lr, readback = self._pending.popleft()
+            *sums, norm, finite = readback.read()
+            now = time.perf_counter()
+            seconds, self._clock = now - self._clock, now
+            fields = read_sums(sums)
+            reason = _skip_reason(plan, fields["loss"], norm)
+            self.skipped += reason is not None
+            self.run.metrics.write(
+                "step", step=plan.step, epoch=plan.items[-1].epoch, pack_ids=[i.pack.pack_id for i in plan.items],
+                lr=lr, grad_norm=norm, tokens=plan.tokens, tokens_per_second=plan.tokens / seconds,
+                step_seconds=seconds, skipped=reason is not None, reason=reason, **fields,
+            )
+            if not finite:
+                names = [n for n, p in self.engine.replica.drafter.named_parameters() if p.requires_grad]
+                bad = self.engine.replica.optimizer.first_non_finite(names)
+                raise NonFiniteParameterError(
+                    f"parameter {bad} is not finite after step {plan.step}; the run stops so that the last checkpoint "
+                    "stays good. Resume from it with a lower lr or max_grad_norm, or replay the step"
+                )
+
+    def _fit_minutes(self, step: int, seconds: float) -> None:
+        """Plan fewer steps when `max_minutes` would not hold them, before the schedule is under way."""
+        if self.options.max_minutes is None:
+            return
+        fit = int(self.options.max_minutes * 60 / (seconds / _TIMED_STEPS))
+        self.total = max(step, min(self.total, fit))
+        if self.total < self.options.steps:
+            self.run.metrics.write("log", worker="main", level="info",
+                                   message=f"{self.options.max_minutes:g} minutes hold {self.total} of "
+                                           f"{self.options.steps} steps at {seconds / _TIMED_STEPS:.2f} s a step")
+
+
+_TIMED_STEPS = 8
+
+
+def _skip_reason(plan: StepPlan, loss: float, norm: float) -> str | None:
+    if plan.denominator <= 0:
+        return "no supervised slot"
+    if not (loss == loss and abs(loss) != float("inf")):
+        return "loss is not finite"
+    if not (norm == norm and abs(norm) != float("inf")):
+        return "gradient is not finite"
+    return None
