@@ -1,12 +1,13 @@
 """The frozen target: load it, and capture the features that a drafter is trained on.
 
-Layer id `l` means the output of layer `l` (DESIGN.md section 4). transformers' `hidden_states[l + 1]` is the same
-tensor for every layer but the last, where it is taken after the final norm; so layers are read with forward hooks.
+Layer id `l` means the output of layer `l` (DESIGN.md section 4). transformers' `hidden_states[l + 1]` is the
+same tensor for every layer but the last, where it is taken after the final norm; so layers are read with
+forward hooks.
 
 Documents of a pack never see each other here. They are not run as one row with a block mask but as a few
-right-padded batches of documents of similar length: in a causal model nothing after a document's end can change
-it, be the layers attention (which then needs no mask at all) or linear attention, whose recurrent and convolution
-states a mask does not reset (transformers#46851).
+right-padded batches of documents of similar length: in a causal model nothing after a document's end can
+change it, be the layers attention (which then needs no mask at all) or linear attention, whose recurrent and
+convolution states a mask does not reset (transformers#46851).
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _SELF_TEST_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6, torch.bfloat16
 
 @dataclass
 class Features:
-    """What the drafter sees of one pack. `all_hidden_states [1, T, N*H]`, `verifier_last_hidden [1, T, H]`."""
+    """What the drafter sees of one pack: `all_hidden_states [1, T, N*H]`, `verifier_last_hidden [1, T, H]`."""
 
     all_hidden_states: Tensor
     verifier_last_hidden: Tensor
@@ -247,8 +248,8 @@ class Target:
     def self_test(self, length: int = 24, seed: int = 0) -> float:
         """Check that head(verifier_last_hidden) gives the target's own logits, also for a packed document.
 
-        A final norm that is left out or applied twice, a head that is not the model's, a scale or soft cap after
-        the head, and a state that leaks from one document into the next all stop here.
+        A final norm that is left out or applied twice, a head that is not the model's, a scale or soft cap
+        after the head, and a state that leaks from one document into the next all stop here.
 
         Returns the largest logit difference over the logits' standard deviation; raises TargetError.
         """
@@ -271,8 +272,8 @@ class Target:
         difference = float((ours - own).abs().max() / own.std().clamp_min(1e-6))
         if not difference <= _SELF_TEST_TOLERANCE.get(self.dtype, 0.1):  # also true for NaN
             raise TargetError(
-                f"target self-test: lm_head(verifier_last_hidden) differs from the target's own logits by "
-                f"{difference:.3g} standard deviations ({self.dtype}). The last hidden state must be taken once "
+                f"target self-test: lm_head(verifier_last_hidden) differs from the target's own logits "
+                f"by {difference:.3g} standard deviations ({self.dtype}). The last hidden state must be taken once "
                 "through the final norm, documents must not see each other, and the logits must be a plain "
                 "linear head (no scale or soft cap)"
             )
@@ -285,7 +286,7 @@ class Target:
 
 
 def group_documents(sizes: list[int], max_tokens: int, slack: float = 0.75) -> list[list[int]]:
-    """Indices of documents to run together: lengths within `slack` of the longest, `max_tokens` padded at most."""
+    """Indices of documents to run together: lengths within `slack` of the longest, `max_tokens` padded."""
     groups: list[list[int]] = []
     longest = 0
     for index in sorted(range(len(sizes)), key=lambda item: -sizes[item]):
@@ -330,9 +331,9 @@ def _text_decoder(model: nn.Module, source: str) -> nn.Module:
 def choose_mask_token_id(tokenizer, vocab_size: int, end_ids=()) -> int:
     """A token for the masked slots that never occurs in text.
 
-    In this order: the tokenizer's own mask token; the first embedding row past the tokenizer's vocabulary (the
-    published drafters' choice); a special token that is no pad, end, begin or unknown token and that the chat
-    template does not use.
+    In this order: the tokenizer's own mask token; the first embedding row past the tokenizer's vocabulary
+    (the published drafters' choice); a special token that is no pad, end, begin or unknown token and that
+    the chat template does not use.
     """
     if tokenizer is None:
         return vocab_size - 1
@@ -381,7 +382,7 @@ def load_target(
     """Load a target, check it on its device, and return it ready to capture.
 
     Args:
-        name_or_path: "smollm2" (the packaged SmolLM2-135M-Instruct), a model folder, a .gguf file or a hub id.
+        name_or_path: "smollm2" (packaged SmolLM2-135M-Instruct), a model folder, a .gguf file or a hub id.
         device: where it runs. `dtype`: None takes bfloat16 on a GPU and float32 on the CPU.
         layer_ids: captured layers, checked before any weight is read; None takes `default_layer_ids`.
     """

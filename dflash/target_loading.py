@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from dflash.errors import TargetError
@@ -32,7 +33,7 @@ _HEAD_SUFFIXES = ("lm_head.weight", "embed_out.weight", "output.weight")
 
 @dataclass(frozen=True)
 class Source:
-    """Where a target comes from. `location` is a folder or hub id, `gguf_file` a file name inside the folder."""
+    """Where a target comes from: `location` is a folder or hub id, `gguf_file` a file name inside it."""
 
     name: str
     location: str
@@ -105,12 +106,21 @@ def load_model(source: Source, dtype: torch.dtype, attention: str = "sdpa") -> t
             attn_implementation=attention,
             trust_remote_code=False,
             output_loading_info=True,
+            **_dequantized(source),
             **source.kwargs,
         )
     except Exception as error:
         raise TargetError(_explain(source, error)) from error
     _refuse_incomplete(source, model, info)
     return model.eval().requires_grad_(False)
+
+
+def _dequantized(source: Source) -> dict:
+    """A GGUF is unpacked to plain tensors; newer transformers keep it packed where they have kernels."""
+    if source.gguf_file is None:
+        return {}
+    config = getattr(transformers, "GgufConfig", None)
+    return {"quantization_config": config(dequantize=True)} if config else {}
 
 
 def _refuse_incomplete(source: Source, model: torch.nn.Module, info: dict) -> None:
@@ -206,8 +216,8 @@ def end_token_ids(config) -> list[int]:
 def find_embedding_weights(folder: str | Path) -> tuple[torch.Tensor, torch.Tensor]:
     """Read the input embedding and the head, both `[V, H]`, from a safetensors checkpoint by discovery.
 
-    Model families nest these under different prefixes, so names are found by their endings, in a single file or
-    through a sharded index. A checkpoint without a head is a tied one: the embedding is returned twice.
+    Model families nest these under different prefixes, so names are found by their endings, in a single file
+    or through a sharded index. A checkpoint without a head is a tied one: the embedding is returned twice.
 
     Raises TargetError listing near names when no embedding is found.
     """

@@ -1,0 +1,318 @@
+"""`python -m dflash regenerate`: have the target write the answers that a drafter is trained on.
+
+A drafter must predict what its target writes, so the best training text is the target's own. Token ids and
+the finish reason are kept beside the text, because text does not always come back to the same ids when it is
+tokenized again. The output can be continued after a kill: whole lines are kept, a torn last line is cut off,
+and what is already answered is not asked again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from dflash.errors import ConfigError, DataError
+from dflash.generation import ENGINES, Generator, Sampling, tokens_per_second
+from dflash.prompts import make_prompts, prompts_in
+from dflash.target import Target, load_target
+
+
+@dataclass(frozen=True)
+class Job:
+    """One question: the messages before the answer, their token ids (empty for an endpoint), how to draw."""
+
+    messages: tuple[dict, ...]
+    prompt_ids: tuple[int, ...]
+    sampling: Sampling
+
+    @property
+    def key(self) -> str:
+        """Same question and same way to draw: same key."""
+        return _key(list(self.messages), self.sampling.record())
+
+
+def _key(messages: list[dict], sampling: dict) -> str:
+    text = json.dumps(
+        [messages, sampling.get("temperature", 0.0), sampling.get("top_p", 1.0)], sort_keys=True
+    )
+    return hashlib.sha256(text.encode()).hexdigest()[:20]
+
+
+class ConversationFile:
+    """Append-only JSONL of answered conversations, safe to continue.
+
+    `settings` (target, length, dtype ...) are kept in `<out>.meta.json`; continuing with others is refused.
+    """
+
+    def __init__(self, path: str | Path, settings: dict):
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        meta = self.path.with_name(self.path.name + ".meta.json")
+        if self.path.exists() and self.path.stat().st_size and meta.exists():
+            before = json.loads(meta.read_text())
+            changed = [name for name in settings if before.get(name) != settings[name]]
+            if changed:
+                raise ConfigError(
+                    f"{self.path} was begun with {changed[0]}={before.get(changed[0])!r}, now it is "
+                    f"{settings[changed[0]]!r}; use the same settings or another --out"
+                )
+        self.done = self._recover()
+        meta.write_text(json.dumps(settings, indent=1) + "\n")
+        self._file = open(self.path, "ab")
+
+    def _recover(self) -> Counter:
+        """Count the whole lines by key; cut off what a kill left behind them."""
+        done, good = Counter(), 0
+        if not self.path.exists():
+            return done
+        with open(self.path, "rb") as lines:
+            for number, line in enumerate(lines, 1):
+                if not line.endswith(b"\n"):
+                    break
+                try:
+                    row = json.loads(line)
+                    done[_key(row["messages"][:-1], row.get("sampling", {}))] += 1
+                except (ValueError, KeyError, TypeError) as error:
+                    raise DataError(
+                        f"{self.path} line {number} is no conversation ({error}); it is not a torn "
+                        "last line, so nothing was changed: repair or move the file"
+                    ) from error
+                good += len(line)
+        if good != self.path.stat().st_size:
+            os.truncate(self.path, good)
+        return done
+
+    def remaining(self, jobs: Iterable[Job]) -> list[Job]:
+        """The jobs not answered yet; a question asked twice counts twice."""
+        left = Counter(self.done)
+        rest = []
+        for job in jobs:
+            if left[job.key]:
+                left[job.key] -= 1
+            else:
+                rest.append(job)
+        return rest
+
+    def write(self, rows: list[dict]) -> None:
+        """Append one batch and push it to the disk before the next one is asked."""
+        text = "".join(json.dumps(row, ensure_ascii=False, separators=(",", ":")) + "\n" for row in rows)
+        self._file.write(text.encode())
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> ConversationFile:
+        return self
+
+    def __exit__(self, *exc) -> None:
+        self.close()
+
+
+def read_prompts(path: str | Path) -> Iterator[list[dict]]:
+    """Questions from a file: `messages` JSONL (answers dropped), `prompt` JSONL, or one prompt a line."""
+    with open(path, encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            text = line.strip()
+            if not text:
+                continue
+            if not text.startswith("{"):
+                yield [{"role": "user", "content": text}]
+                continue
+            try:
+                row = json.loads(text)
+            except ValueError as error:
+                raise DataError(f"{path} line {number} is not valid JSON: {error}") from error
+            messages = row.get("messages") or [{"role": "user", "content": row.get("prompt")}]
+            users = [index for index, message in enumerate(messages) if message.get("role") == "user"]
+            if not users or not isinstance(messages[users[-1]].get("content"), str):
+                raise DataError(f"{path} line {number} has no user message; wanted `messages` or `prompt`")
+            yield [{"role": m["role"], "content": m["content"]} for m in messages[: users[-1] + 1]]
+
+
+def make_jobs(
+    questions: list[list[dict]], target: Target | None, samplings: list[tuple[Sampling, float]]
+) -> list[Job]:
+    """One job per question and sampling; `(sampling, share)` takes that first share of the questions."""
+    ids: list[tuple[int, ...]] = [()] * len(questions)
+    if target is not None:
+        ids = [tuple(_render(target.tokenizer, messages)) for messages in questions]
+    return [
+        Job(tuple(questions[index]), ids[index], sampling)
+        for sampling, share in samplings
+        for index in range(round(share * len(questions)))
+    ]
+
+
+def _render(tokenizer, messages: list[dict]) -> list[int]:
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def batches(jobs: list[Job], size: int) -> list[list[Job]]:
+    """Batches of one sampling each, the samplings interleaved evenly, so that a cut run still holds both."""
+    groups: dict[Sampling, list[Job]] = {}
+    for job in jobs:
+        groups.setdefault(job.sampling, []).append(job)
+    placed = []
+    for group in groups.values():
+        parts = [group[at : at + size] for at in range(0, len(group), size)]
+        placed += [((index + 0.5) / len(parts), part) for index, part in enumerate(parts)]
+    return [part for _, part in sorted(placed, key=lambda item: item[0])]
+
+
+def answer_all(
+    jobs: list[Job],
+    generator: Generator,
+    tokenizer,
+    out: ConversationFile,
+    dtype: str,
+    seconds: float | None = None,
+    quiet: bool = False,
+) -> dict:
+    """Answer `jobs` batch by batch into `out`, for at most `seconds`.
+
+    Returns counts: conversations, tokens, seconds, tokens_per_second, remaining.
+    """
+    start, tokens, written = time.perf_counter(), 0, 0
+    bar = tqdm(total=len(jobs), unit="answer", disable=quiet, file=sys.stderr, mininterval=1.0)
+    for index, batch in enumerate(batches(jobs, generator.batch_size)):
+        if seconds is not None and time.perf_counter() - start > seconds:
+            break
+        torch.manual_seed(batch[0].sampling.seed + index + sum(out.done.values()))
+        answers = generator([list(job.prompt_ids) for job in batch], batch[0].sampling)
+        out.write(
+            [
+                _row(job, answer, tokenizer, generator.end_ids, dtype)
+                for job, answer in zip(batch, answers, strict=True)
+            ]
+        )
+        written += len(batch)
+        tokens += sum(len(answer.response_ids) for answer in answers)
+        bar.update(len(batch))
+        bar.set_postfix_str(f"{tokens / (time.perf_counter() - start):,.0f} tokens/s")
+    bar.close()
+    spent = time.perf_counter() - start
+    return {
+        "conversations": written,
+        "tokens": tokens,
+        "seconds": spent,
+        "remaining": len(jobs) - written,
+        "tokens_per_second": tokens / max(spent, 1e-9),
+    }
+
+
+def _row(job: Job, answer, tokenizer, end_ids: list[int], dtype: str) -> dict:
+    body = answer.response_ids[:-1] if answer.finish_reason == "stop" else answer.response_ids
+    text = tokenizer.decode(body, skip_special_tokens=True)
+    return {
+        "messages": [*job.messages, {"role": "assistant", "content": text}],
+        "finish_reason": answer.finish_reason,
+        "sampling": job.sampling.record(),
+        "dtype": dtype,
+        "prompt_ids": list(job.prompt_ids),
+        "response_ids": answer.response_ids,
+    }
+
+
+def choose_generator(target: Target, prompts: list[list[int]], options: argparse.Namespace) -> Generator:
+    """The engine asked for; `auto` times them on a GPU and takes the fastest."""
+    pad = target.tokenizer.pad_token_id
+
+    def build(engine: str, size: int) -> Generator:
+        return Generator(target.model, target.end_ids, pad, engine, size, options.max_new_tokens)
+
+    if options.engine != "auto":
+        return build(options.engine, options.batch_size)
+    if target.device.type != "cuda":
+        return build("plain", options.batch_size)
+    # Without a flash attention package continuous batching is slow: its trial writes shorter answers.
+    trials = [build("static", options.batch_size), build("continuous", options.batch_size)]
+    trials[1].max_new_tokens = min(64, options.max_new_tokens)
+    rates = {trial: tokens_per_second(trial, prompts, options.trial_seconds, _say) for trial in trials}
+    trials[1].max_new_tokens = options.max_new_tokens
+    best = max(rates, key=rates.get)
+    return best if rates[best] else build("plain", options.batch_size)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def main(options: argparse.Namespace) -> int:
+    """Run the command; the last line on stdout is a JSON summary."""
+    known = set().union(*(prompts_in(path) for path in options.exclude)) if options.exclude else set()
+    if options.prompts == "builtin":
+        questions = [[{"role": "user", "content": text}] for text in make_prompts(known)]
+    else:
+        questions = [
+            messages for messages in read_prompts(options.prompts) if messages[-1]["content"] not in known
+        ]
+    questions = questions[: options.limit]
+    if not questions:
+        raise DataError(f"no prompts in {options.prompts}")
+    samplings = [(Sampling(options.temperature, options.top_p, options.seed), 1.0)]
+    if options.sampled_share:
+        samplings.append(
+            (Sampling(options.sampled_temperature, options.top_p, options.seed), options.sampled_share)
+        )
+    settings = {"target": options.endpoint or options.target, "max_new_tokens": options.max_new_tokens}
+    target = load_target(options.target, options.device, options.dtype)
+    settings |= {
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "target_fingerprint": target.fingerprint(),
+    }
+    with ConversationFile(options.out, settings) as out:
+        jobs = out.remaining(make_jobs(questions, target, samplings))
+        _say(
+            f"{len(questions)} prompts, {sum(out.done.values())} answers already there, {len(jobs)} to write"
+        )
+        summary = {"conversations": 0, "tokens": 0, "remaining": 0}
+        if jobs:
+            generator = choose_generator(target, [list(job.prompt_ids) for job in jobs], options)
+            summary = answer_all(jobs, generator, target.tokenizer, out, settings["dtype"], options.seconds)
+            summary |= {"engine": generator.engine, "batch_size": generator.batch_size}
+    print(json.dumps(summary | {"out": str(options.out), **settings}))
+    return 0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--target", default="smollm2", help="'smollm2', a model folder, a .gguf file or a hub id")
+    add("--prompts", default="builtin", help="messages JSONL, prompt JSONL, one prompt a line, or 'builtin'")
+    add("--out", required=True, help="JSONL to write; continued if it is there")
+    add("--max-new-tokens", type=int, default=192)
+    add("--temperature", type=float, default=0.0, help="0 is greedy")
+    add("--top-p", type=float, default=1.0)
+    add("--sampled-share", type=float, default=0.0, help="share of the prompts answered once more, sampled")
+    add("--sampled-temperature", type=float, default=0.8)
+    add("--seed", type=int, default=0)
+    add("--engine", choices=("auto", *ENGINES), default="auto")
+    add("--batch-size", type=int, default=8)
+    add(
+        "--trial-seconds", type=float, default=15.0, help="time given to each engine's trial (auto, on a GPU)"
+    )
+    add("--seconds", type=float, default=None, help="stop after this many seconds of writing")
+    add("--limit", type=int, default=None, help="first so many prompts only")
+    add("--exclude", nargs="*", default=[], help="messages JSONL files whose prompts are left out")
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--dtype", default=None, help="float32 or bfloat16; default: bfloat16 on a GPU, float32 on the CPU")
+    add("--endpoint", default=None, help="OpenAI-compatible base URL to ask instead of a local target")
+
+
+def add_parser(subparsers) -> None:
+    parser = subparsers.add_parser("regenerate", help="have the target write training answers")
+    add_arguments(parser)
+    parser.set_defaults(run=main)
