@@ -1,0 +1,206 @@
+"""The interactive view: a status line, buttons, one FigureWidget a panel, the log's tail.
+
+Widgets are made in the cell's own thread (`open`) and afterwards changed only by the dashboard's thread. A
+panel whose traces keep their shape gets new arrays in one message; otherwise its figure is replaced. On
+close the same place is handed to the static bundle, so that the saved notebook holds the final plots without
+any widget state.
+"""
+
+from __future__ import annotations
+
+import html
+import time
+
+import ipywidgets
+import numpy as np
+import plotly.graph_objects as go
+from IPython.display import display
+
+from ..control import RunControl
+from . import style
+from .bundle import bundle, one_line, total_steps
+from .log_view import fault_html, log_bundle, log_html
+from .panels import Panel, build_panels
+from .plotly_form import PANEL_HEIGHT, figure, shape_of, traces
+from .series import RunSeries
+
+BUTTONS = (
+    ("pause", "Pause", "pause", "hold before the next step"),
+    ("resume", "Resume", "play", "go on"),
+    ("checkpoint", "Checkpoint now", "save", "save at the next step boundary"),
+    ("evaluate", "Evaluate now", "check", "measure held-out acceptance at the next step boundary"),
+    ("stop", "Stop", "stop", "end in good order after this step"),
+)
+ANSWERS = {"pause": ("paused",), "resume": ("resumed",), "stop": ("stopping",)}
+
+
+class WidgetView:
+    """See the module's text. `control` None leaves the buttons out."""
+
+    interval, longest = 0.5, 6.0
+
+    def __init__(self, panels: list[str] | None, columns: int, control: RunControl | None) -> None:
+        self.panels, self.columns, self.control = panels, columns, control
+        self._asked: tuple[str, float] | None = None
+        self._drawn: dict[str, Panel] = {}
+        self._figures: dict[str, go.FigureWidget] = {}
+
+    def open(self, series: RunSeries) -> None:
+        self._status = ipywidgets.HTML()
+        self._buttons = {}
+        if self.control is not None:
+            for action, label, icon, tip in BUTTONS:
+                button = ipywidgets.Button(description=label, icon=icon, tooltip=tip)
+                button.layout.width = "auto"
+                button.on_click(lambda _, action=action: self._ask(action, series))
+                self._buttons[action] = button
+        self._grid = ipywidgets.GridBox(
+            layout=ipywidgets.Layout(
+                grid_template_columns=f"repeat({self.columns}, minmax(0, 1fr))",
+                grid_gap="4px 16px",
+                width="100%",
+            )
+        )
+        self._log = ipywidgets.HTML()
+        self.update(series)
+        box = ipywidgets.VBox(
+            [self._status, ipywidgets.HBox(list(self._buttons.values())), self._grid, self._log]
+        )
+        self._box = box
+        self._meta = {"dflash": {"run": str(series.path)}}
+        self._place = display(box, display_id=True)
+        self._log_place = display({"text/plain": ""}, raw=True, display_id=True)
+
+    def update(self, series: RunSeries) -> None:
+        changed = False
+        for panel in build_panels(series, self.panels):
+            changed |= self._update_panel(panel)
+        if changed:
+            self._grid.children = tuple(self._figures[key] for key in self._drawn)
+        self._set(self._status, status_html(series, self._waiting_for(series)))
+        self._set(self._log, fault_html(series) + log_html(series))
+        paused = series.control == "paused"
+        over = series.run_end is not None
+        for action, button in self._buttons.items():
+            disabled = over or (action == "pause" and paused) or (action == "resume" and not paused)
+            if button.disabled != disabled:
+                button.disabled = disabled
+
+    def close(self, series: RunSeries) -> None:
+        panels = build_panels(series, self.panels, drop_empty=True)
+        text = one_line(series)
+        content = bundle(panels, text, self.columns) if panels else {"text/plain": text}
+        self._place.update(content, raw=True, metadata=self._meta)
+        self._log_place.update(log_bundle(series), raw=True)
+        for widget in [*self._figures.values(), *self._buttons.values(), self._status, self._log, self._grid]:
+            widget.close()
+        self._box.close()
+
+    def _update_panel(self, panel: Panel) -> bool:
+        """Bring one panel up to date; True when its figure had to be replaced."""
+        old = self._drawn.get(panel.key)
+        if old is not None and shape_of(old) == shape_of(panel) and old.empty == panel.empty:
+            if not _same_data(old, panel):
+                self._new_arrays(self._figures[panel.key], panel)
+                self._drawn[panel.key] = panel
+            return False
+        widget = go.FigureWidget(figure(panel, PANEL_HEIGHT))
+        widget._config = {"displaylogo": False, "responsive": True}
+        previous = self._figures.get(panel.key)
+        self._figures[panel.key] = widget
+        self._drawn[panel.key] = panel
+        if previous is not None:
+            previous.close()
+        return True
+
+    @staticmethod
+    def _new_arrays(widget: go.FigureWidget, panel: Panel) -> None:
+        with widget.batch_update():
+            for drawn, fresh in zip(widget.data, traces(panel), strict=True):
+                for key in ("x", "y", "z", "base", "zmax"):
+                    if key in fresh:
+                        drawn[key] = fresh[key]
+
+    def _ask(self, action: str, series: RunSeries) -> None:
+        """A button was pressed (kernel's main thread, or a subshell while a cell runs)."""
+        self._asked = (action, time.time())
+        self.control.ask(action)
+        self._set(self._status, status_html(series, self._waiting_for(series)))
+
+    def _waiting_for(self, series: RunSeries) -> str:
+        """What was asked for and not yet answered by the run; empty when nothing is open."""
+        if self._asked is None:
+            return ""
+        action, since = self._asked
+        with series.lock:
+            answered = series.control_time is not None and series.control_time >= since - 0.5
+            state = series.control
+        if answered and state in ANSWERS.get(action, (f"{action} done",)):
+            self._asked = None
+            return ""
+        return f"{action} asked for; the run acts on it at its next step boundary"
+
+    @staticmethod
+    def _set(widget: ipywidgets.HTML, value: str) -> None:
+        if widget.value != value:
+            widget.value = value
+
+
+def status_html(series: RunSeries, waiting: str = "") -> str:
+    """The head of the dashboard: state, progress, and the few numbers that matter."""
+    with series.lock:
+        state = (series.run_end or {}).get("status") or series.control or "running"
+        step, total = series.last_step.get("step"), total_steps(series)
+        acceptance = series.last_eval.get("acceptance_length")
+        best = series.best_eval.get("acceptance_length")
+        loss, rate, seconds = series.smooth_loss.last, series.step_rate.last, series.seconds
+    state = {"resumed": "running"}.get(state, state)
+    if state.endswith(" done"):
+        state = "running"
+    colour = {"failed": style.VERMILLION, "completed": style.GREEN, "paused": style.ORANGE}.get(
+        state, style.BLUE
+    )
+    cells = [("step", f"{step or 0}" + (f" of {total}" if total else ""))]
+    if loss is not None:
+        cells.append(("loss", f"{loss:.3f}"))
+    if acceptance is not None:
+        cells.append(("held-out acceptance length, bonus token included", f"{acceptance:.3f}"))
+        cells.append(("best", f"{best:.3f}"))
+    if rate:
+        cells.append(("tokens/s", style.number(rate, 0)))
+    cells.append(("elapsed", style.duration(seconds)))
+    if step and total and step < total and state == "running":
+        cells.append(("left, about", style.duration(seconds / step * (total - step))))
+    numbers = "".join(
+        f'<div><div style="font-size:17px;font-weight:600;line-height:1.25">{html.escape(value)}</div>'
+        f'<div style="font-size:11px;color:{style.INK};line-height:1.2">{html.escape(name)}</div></div>'
+        for name, value in cells
+    )
+    bar = ""
+    if step and total:
+        done = min(100.0, 100 * step / total)
+        bar = (
+            f'<div style="height:3px;background:{style.GRID};margin-top:6px">'
+            f'<div style="height:3px;width:{done:.1f}%;background:{colour}"></div></div>'
+        )
+    note = f'<div style="font-size:12px;color:{style.INK}">{html.escape(waiting)}</div>' if waiting else ""
+    badge = (
+        f'<div style="background:{colour};color:white;border-radius:4px;padding:2px 10px;font-weight:600;'
+        f'align-self:center">{html.escape(state)}</div>'
+    )
+    return (
+        f'<div style="font-family:{style.FONT};padding:4px 2px">'
+        f'<div style="display:flex;gap:26px;flex-wrap:wrap">{badge}{numbers}</div>{bar}{note}</div>'
+    )
+
+
+def _same_data(old: Panel, new: Panel) -> bool:
+    """Whether two panels of equal shape hold equal numbers."""
+    if len(old.lines) != len(new.lines) or len(old.spans) != len(new.spans):
+        return False
+    pairs = [(a.x, b.x) for a, b in zip(old.lines, new.lines, strict=True)]
+    pairs += [(a.y, b.y) for a, b in zip(old.lines, new.lines, strict=True)]
+    pairs += [(a.starts, b.starts) for a, b in zip(old.spans, new.spans, strict=True)]
+    if old.heat is not None and new.heat is not None:
+        pairs += [(old.heat.z, new.heat.z)]
+    return all(a.shape == b.shape and np.array_equal(a, b, equal_nan=True) for a, b in pairs)
