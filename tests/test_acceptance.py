@@ -1,0 +1,144 @@
+"""The teacher-forced walk gives what the decoder gives, and batched drafts are the decoder's drafts."""
+
+import time
+import types
+
+import pytest
+import torch
+from tiny_models import random_drafter, tiny_target
+
+from dflash.acceptance import (
+    draft_hidden,
+    evaluate_acceptance,
+    predict,
+    response_spans,
+    summarize,
+    walk,
+    walk_packs,
+)
+from dflash.decoding import plain_generate, speculative_generate
+
+PROMPTS = [[3, 17, 5, 42], [8, 11, 29, 33, 2, 50], [7, 7, 9]]
+
+
+def make_pack(target, prompts=PROMPTS, count=24, padding=3):
+    """Greedy answers of the target, packed; with the features of training capture."""
+    texts = [plain_generate(target, prompt, count + i, eos_token_ids=[]).tokens for i, prompt in enumerate(prompts)]
+    ids, mask, positions, lengths = [], [], [], []
+    for prompt, text in zip(prompts, texts, strict=True):
+        ids += prompt + text
+        mask += [False] * len(prompt) + [True] * len(text)
+        positions += range(len(prompt) + len(text))
+        lengths.append(len(prompt) + len(text))
+    pack = types.SimpleNamespace(
+        input_ids=torch.tensor(ids + [0] * padding), loss_mask=torch.tensor(mask + [False] * padding), pack_id=4,
+        position_ids=torch.tensor([*positions, *range(padding)]), lengths=torch.tensor(lengths))
+    features = target.capture(pack.input_ids[None], pack.lengths)
+    return pack, texts, types.SimpleNamespace(get=lambda asked: features if asked is pack else None)
+
+
+def agreeing_drafter(target, block_size, **options):
+    """A random drafter bent towards the target's own head, so that some drafts stand."""
+    drafter = random_drafter(target, block_size, **options)
+    with torch.no_grad():
+        drafter.fc.weight.copy_(torch.cat([torch.zeros(32, 32), torch.eye(32)], 1))
+        for layer in drafter.layers:
+            layer.self_attn.o_proj.weight *= 4
+    return drafter
+
+
+@pytest.mark.parametrize("options", [{}, {"sliding_window": (None, 5)}, {"draft_ids": list(range(0, 60, 2))}])
+def test_walk_equals_decoding(options):
+    target = tiny_target()
+    pack, texts, source = make_pack(target)
+    drafter = agreeing_drafter(target, 4, **options)
+    walks = walk_packs(drafter, source, [pack])
+    assert [number for number, _ in walks] == [4, 4, 4]
+    stood = 0
+    for (_, found), prompt, text in zip(walks, PROMPTS, texts, strict=True):
+        decoded = speculative_generate(target, drafter, prompt, len(text), eos_token_ids=[])
+        assert decoded.tokens == text
+        assert found.gains == [len(chunk) for chunk in decoded.chunks[1:]]
+        assert [min(run, gain - 1) for run, gain in zip(found.runs, found.gains, strict=True)] == decoded.accepted
+        assert sum(found.gains) == len(text) - 1
+        stood += sum(found.runs)
+    if "draft_ids" not in options:
+        assert stood > 0  # otherwise the comparison shows little
+    summary = evaluate_acceptance(drafter, source, [pack])
+    calls = sum(len(found.gains) for _, found in walks)
+    assert summary["blocks"] == calls == sum(summary["histogram"])
+    assert summary["acceptance_length"] == sum(len(text) - 1 for text in texts) / calls
+
+
+def test_batched_drafts_are_the_training_forward_and_the_decoders():
+    from dflash.masks import AnchorSet, document_ids
+
+    target = tiny_target()
+    pack, _, source = make_pack(target)
+    drafter = random_drafter(target, 4, sliding_window=(3, None))
+    features = source.get(pack).all_hidden_states
+    begin, size = int(pack.lengths[0]), int(pack.lengths[1])
+    anchors = torch.tensor([1, 6, 7, size - 1])
+    context = drafter.new_context()
+    drafter.extend(context, features[:, begin : begin + size])
+    ids = pack.input_ids[begin : begin + size]
+    ours = draft_hidden(drafter, context, ids[anchors], anchors)
+    with torch.no_grad():
+        trained = drafter._denoise(features, pack.input_ids, pack.position_ids,
+                                   AnchorSet(anchors + begin, torch.ones(4, dtype=torch.bool)),
+                                   document_ids(pack.lengths, len(pack.input_ids)))
+    torch.testing.assert_close(ours, trained, atol=1e-5, rtol=1e-5)
+    for row, anchor in enumerate(anchors.tolist()):
+        context = drafter.new_context()
+        drafter.extend(context, features[:, begin : begin + anchor])
+        logits = drafter.propose(context, int(ids[anchor]))
+        torch.testing.assert_close(ours[row, 1:] @ drafter.lm_head.T, logits, atol=1e-4, rtol=1e-5)
+        assert torch.equal(predict(drafter, ours[row, 1:]), logits.argmax(-1))
+
+
+def test_spans():
+    mask = torch.tensor([0, 1, 1, 0, 1, 1, 1, 1, 0, 1], dtype=torch.bool)
+    spans = [(s.document, s.start, s.end) for s in response_spans(mask, torch.tensor([6, 3]))]
+    assert spans == [(0, 1, 3), (0, 4, 6), (6, 6, 8)]  # a response does not run on into the next document
+
+
+def test_walk_by_hand():
+    #        a0 a1 a2 a3 a4 a5 a6     text of 8 tokens: 7 to be gained after the first
+    found = walk([2, 9, 9, 0, 3, 9, 9], 0, 8)
+    assert found.anchors == [0, 3, 4] and found.runs == [2, 0, 3] and found.gains == [3, 1, 3]
+    summary = summarize(found.runs, found.gains, 4)
+    assert summary["acceptance_length"] == 7 / 3 and summary["histogram"] == [1, 0, 2, 0]
+    assert summary["acceptance_by_slot"] == [2 / 3, 2 / 3, 1 / 3]
+    assert summarize([], [], 3) == {"acceptance_length": None, "acceptance_by_slot": [0.0, 0.0], "histogram": [0, 0, 0],
+                                    "blocks": 0, "tokens": 0}
+
+
+def test_max_positions_and_mode():
+    target = tiny_target()
+    pack, _, source = make_pack(target)
+    drafter = random_drafter(target, 4).train()
+    assert len(walk_packs(drafter, source, [pack], max_positions=1)) == 1
+    assert len(walk_packs(drafter, source, [pack], max_positions=24)) == 2
+    assert drafter.training
+
+
+def test_twenty_four_conversations_take_seconds():
+    """Held-out evaluation inside a training run: 24 conversations of 200 tokens, 2 layers of a small model."""
+    from dflash.config import DrafterConfig
+    from dflash.model import DFlashDrafter
+
+    torch.manual_seed(0)
+    config = DrafterConfig(hidden_size=192, num_hidden_layers=2, num_attention_heads=3, num_key_value_heads=1,
+                           head_dim=64, intermediate_size=512, vocab_size=3000)
+    drafter = DFlashDrafter(config, [0, 1, 2], 8, 8, 2999)
+    drafter.load_target_head(torch.randn(3000, 192), torch.randn(3000, 192))
+    lengths = torch.full((24,), 200)
+    mask = (torch.arange(4800) % 200) >= 60
+    pack = types.SimpleNamespace(input_ids=torch.randint(0, 2999, (4800,)), loss_mask=mask, lengths=lengths, pack_id=0)
+    features = types.SimpleNamespace(all_hidden_states=torch.randn(1, 4800, 576))
+    began = time.perf_counter()
+    summary = evaluate_acceptance(drafter, types.SimpleNamespace(get=lambda _: features), [pack])
+    assert summary["tokens"] == 24 * 139
+    assert time.perf_counter() - began < 20
+
+
