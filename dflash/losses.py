@@ -12,8 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dflash import kernels
 from dflash.errors import ConfigError
 
+DEFAULT_CHUNK_ROWS = 1024
 REDUCTIONS = ("weight_mean", "token_mean")
 
 
@@ -38,7 +40,7 @@ def decay_weights(block_size: int, gamma: float | None, device: torch.device | s
 
 @dataclass(frozen=True)
 class HeadLoss:
-    """What one pass over the head gives: `loss` scalar float32; per row `row_loss` [R] and `prediction` [R] (argmax)."""
+    """What one pass over the head gives: `loss` scalar float32; per row `row_loss` and `prediction` (argmax), [R]."""
 
     loss: Tensor
     row_loss: Tensor
@@ -81,6 +83,45 @@ class _ChunkedHeadLoss(torch.autograd.Function):
         return grad * grad_loss.to(grad.dtype), None, None, None, None, None
 
 
+class _FusedHeadLoss(torch.autograd.Function):
+    """The same by Triton kernels that work in place on a chunk's logits, so that nothing else of their size exists.
+
+    The products write into two buffers that live for the call: [chunk, V] and, with a teacher, [longest span, V].
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, head, labels, teacher_hidden, teacher_rows, teacher_spans, scale, chunk_rows):
+        from dflash.kernels.head_loss import hard_loss_, soft_loss_
+
+        rows, size = hidden.shape[0], head.shape[0]
+        row_loss = torch.empty(rows, dtype=torch.float32, device=hidden.device)
+        prediction = torch.empty(rows, dtype=torch.int64, device=hidden.device)
+        grad = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        logits = head.new_empty(min(chunk_rows, rows), size)
+        if teacher_hidden is not None:
+            teacher_logits = head.new_empty(max((end - start for start, end in teacher_spans), default=0), size)
+        for chunk, start in enumerate(range(0, rows, chunk_rows)):
+            part = slice(start, min(start + chunk_rows, rows))
+            x = torch.mm(hidden[part], head.T, out=logits[: part.stop - start])
+            outputs = (scale[part], row_loss[part], prediction[part])
+            if teacher_hidden is None:
+                hard_loss_(x, labels[part], *outputs, with_grad=grad is not None)
+            else:
+                first, last = teacher_spans[chunk]
+                y = torch.mm(teacher_hidden[first:last], head.T, out=teacher_logits[: last - first])
+                soft_loss_(x, y, teacher_rows[part], *outputs, first_teacher=first, with_grad=grad is not None)
+            if grad is not None:
+                torch.mm(x, head, out=grad[part])
+        ctx.save_for_backward(grad)
+        ctx.mark_non_differentiable(row_loss, prediction)
+        return (row_loss * scale).sum(), row_loss, prediction
+
+    @staticmethod
+    def backward(ctx, grad_loss, _row_loss, _prediction):
+        (grad,) = ctx.saved_tensors
+        return grad * grad_loss.to(grad.dtype), None, None, None, None, None, None, None
+
+
 def chunked_head_loss(
     hidden: Tensor,
     head: Tensor,
@@ -88,7 +129,10 @@ def chunked_head_loss(
     scale: Tensor,
     labels: Tensor | None = None,
     teacher_hidden: Tensor | None = None,
-    chunk_rows: int = 1024,
+    teacher_rows: Tensor | None = None,
+    teacher_spans: list[tuple[int, int]] | None = None,
+    chunk_rows: int = DEFAULT_CHUNK_ROWS,
+    fused: bool | None = None,
 ) -> HeadLoss:
     """Loss of draft hidden states through a frozen head.
 
@@ -97,14 +141,44 @@ def chunked_head_loss(
         scale: [R] float32, what each row's loss counts in the sum (weight over the reduction's denominator).
         labels: [R] int64, hard labels. Or teacher_hidden: [R, H], the target's final-normed states whose
             distribution through the same head is the soft label (the loss is KL(target || drafter)).
-        chunk_rows: rows whose logits exist at once; memory is about 4 * chunk_rows * V * 4 bytes.
+        teacher_rows: [R] int; row r's teacher is teacher_hidden[teacher_rows[r]] (then [U, H]), so that blocks that
+            overlap share the teacher's logits. None: one teacher row per row.
+        teacher_spans: per chunk, the range of teacher rows it uses (`head_plan.teacher_spans`); needed with
+            teacher_rows on the fused path.
+        chunk_rows: rows whose logits exist at once. `peak_bytes` says what that costs.
+        fused: use the Triton kernels; None: where they run.
 
     Raises: ConfigError when not exactly one of labels and teacher_hidden is given.
     """
     if (labels is None) == (teacher_hidden is None):
         raise ConfigError("give exactly one of labels (hard) and teacher_hidden (soft)")
-    loss, row_loss, prediction = _ChunkedHeadLoss.apply(hidden, head, labels, teacher_hidden, scale, chunk_rows)
+    if fused is None:
+        fused = kernels.usable(hidden.device)
+    if fused:
+        if teacher_hidden is not None and teacher_rows is None:
+            rows = hidden.shape[0]
+            teacher_rows = torch.arange(rows, dtype=torch.int32, device=hidden.device)
+            teacher_spans = [(start, min(start + chunk_rows, rows)) for start in range(0, rows, chunk_rows)]
+        teacher = (teacher_hidden, teacher_rows, teacher_spans)
+        outputs = _FusedHeadLoss.apply(hidden, head, labels, *teacher, scale, chunk_rows)
+    else:
+        if teacher_rows is not None:
+            teacher_hidden = teacher_hidden[teacher_rows]
+        outputs = _ChunkedHeadLoss.apply(hidden, head, labels, teacher_hidden, scale, chunk_rows)
+    loss, row_loss, prediction = outputs
     return HeadLoss(loss, row_loss, prediction)
+
+
+def peak_bytes(rows: int, vocab: int, chunk_rows: int, element_size: int, soft: bool, fused: bool) -> int:
+    """Bytes of logits and what is made from them that live at once inside `chunked_head_loss`, the most there can be.
+
+    Fused: the chunk's logits and the teacher's. Plain: per row of the chunk the logits in their own dtype, two float32
+    copies of the draft's and, with a teacher, three of the teacher's.
+    """
+    chunk = min(rows, chunk_rows)
+    if fused:
+        return chunk * vocab * element_size * (2 if soft else 1)
+    return chunk * vocab * (element_size + 4 * (5 if soft else 2))
 
 
 def loss_scale(weights: Tensor, reduction: str, total: float | None = None) -> Tensor:

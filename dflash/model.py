@@ -16,11 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dflash import fast_path
 from dflash.attention import DEFAULT_MAX_DENSE_BYTES, AttentionMask, attention, default_backend
 from dflash.config import DrafterConfig
 from dflash.errors import ConfigError
-from dflash.losses import block_metrics, chunked_head_loss, decay_weights, loss_scale
-from dflash.masks import AnchorSet, block_supervision, document_ids, sample_anchors
+from dflash.head_plan import HeadPlan, teacher_spans
+from dflash.losses import DEFAULT_CHUNK_ROWS, block_metrics, chunked_head_loss, decay_weights, loss_scale
+from dflash.masks import AnchorSet, document_ids, sample_anchors
 
 Rotary = tuple[Tensor, Tensor]  # cos, sin, each [positions, D] float32
 
@@ -124,7 +126,8 @@ class DFlashDrafter(nn.Module):
         mask_token_id: the token in slots 1..S-1; must lie inside the embedding.
         attention_backend: "flex", "sdpa", "sdpa_chunked", or None for the device's default at call time.
         max_dense_bytes: bound of the dense backends.
-        loss_chunk_rows: rows of logits alive at once.
+        loss_chunk_rows: rows of logits alive at once; None takes what suits the device.
+        fast_path: train over the Triton kernels (`fast_path`); None: where they run.
 
     Raises: ConfigError for a block size below 2, no anchors, no layer ids, or a mask token outside the vocabulary.
     """
@@ -139,7 +142,8 @@ class DFlashDrafter(nn.Module):
         *,
         attention_backend: str | None = None,
         max_dense_bytes: int = DEFAULT_MAX_DENSE_BYTES,
-        loss_chunk_rows: int = 1024,
+        loss_chunk_rows: int | None = None,
+        fast_path: bool | None = None,
     ):
         super().__init__()
         if block_size < 2:
@@ -158,6 +162,7 @@ class DFlashDrafter(nn.Module):
         self.attention_backend = attention_backend
         self.max_dense_bytes = max_dense_bytes
         self.loss_chunk_rows = loss_chunk_rows
+        self.fast_path = fast_path
         self.anchor_generator = torch.Generator().manual_seed(0)
 
         h = config.hidden_size
@@ -257,69 +262,90 @@ class DFlashDrafter(nn.Module):
         if anchors is None:
             anchors = sample_anchors(loss_mask[0].cpu(), lengths.cpu(), self.block_size, self.max_anchors,
                                      self.anchor_generator)
+        plan = HeadPlan.make(AnchorSet(anchors.positions.cpu(), anchors.valid.cpu()), loss_mask[0].cpu(), lengths.cpu(),
+                             self.block_size)
         anchors = anchors.to(device, non_blocking=True)
         documents = document_ids(lengths.to(device), total)
-        hidden = self._denoise(all_hidden_states, input_ids[0], position_ids[0], anchors, documents)  # [A, S, H]
-        return self._loss(hidden, verifier_last_hidden[0], input_ids[0], loss_mask[0], anchors, documents,
-                          use_soft_labels, gamma, reduction, denominator)
+        fast = fast_path.applies(self) if self.fast_path is None else self.fast_path
+        denoise = self._denoise_fast if fast else self._denoise
+        rows = plan.to(device)
+        hidden = denoise(all_hidden_states, input_ids[0], position_ids[0], anchors, documents, rows.query)  # [R, H]
+        chunk_rows = self.loss_chunk_rows or (fast_path.CHUNK_ROWS if fast else DEFAULT_CHUNK_ROWS)
+        spans = teacher_spans(plan.teacher_row, chunk_rows)
+        return self._loss(hidden, verifier_last_hidden[0], input_ids[0], rows, use_soft_labels, gamma, reduction,
+                          denominator, chunk_rows, spans, fast)
 
-    def _denoise(
-        self, all_hidden_states: Tensor, input_ids: Tensor, position_ids: Tensor, anchors: AnchorSet, documents: Tensor
-    ) -> Tensor:
-        """Final-normed hidden states of every slot, [A, S, H]."""
-        slots = torch.arange(self.block_size, device=input_ids.device)
-        tokens = torch.where(slots == 0, input_ids[anchors.positions][:, None], self.mask_token_id)  # [A, S]
-        draft_positions = (position_ids[anchors.positions][:, None] + slots).flatten()  # [Q]
-        backend = self.attention_backend or default_backend(input_ids.device)
+    def _inputs(
+        self, position_ids: Tensor, anchors: AnchorSet, documents: Tensor
+    ) -> tuple[Tensor, list[AttentionMask], str]:
+        """Positions of the draft slots [Q], the mask of each layer, the attention backend."""
+        slots = torch.arange(self.block_size, device=position_ids.device)
+        positions = (position_ids[anchors.positions][:, None] + slots).flatten()
         windows = self.config.sliding_window or (None,) * len(self.layers)
         masks = {w: AttentionMask(anchors, documents, self.block_size, w) for w in set(windows)}
+        backend = self.attention_backend or default_backend(position_ids.device)
+        return positions, [masks[w] for w in windows], backend
 
+    def _denoise(
+        self, all_hidden_states: Tensor, input_ids: Tensor, position_ids: Tensor, anchors: AnchorSet, documents: Tensor,
+        rows: Tensor,
+    ) -> Tensor:
+        """Final-normed hidden states of the draft slots `rows` [R], as [R, H]."""
+        draft_positions, masks, backend = self._inputs(position_ids, anchors, documents)
+        slots = torch.arange(self.block_size, device=input_ids.device)
+        tokens = torch.where(slots == 0, input_ids[anchors.positions][:, None], self.mask_token_id)  # [A, S]
         context = self.hidden_norm(self.fc(all_hidden_states.to(self.fc.weight.dtype)))  # [1, T, H]
         context_rotary = self._rotary(position_ids)
         rotary = self._rotary(draft_positions)
         x = F.embedding(tokens.flatten(), self.embed_tokens)[None]  # [1, Q, H]
-        for layer, window in zip(self.layers, windows, strict=True):
-            def attend(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask = masks[window]) -> Tensor:
+        for layer, layer_mask in zip(self.layers, masks, strict=True):
+            def attend(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask = layer_mask) -> Tensor:
                 return attention(q, k, v, mask, backend, self.max_dense_bytes)
 
             x = layer(x, layer.self_attn.keys_values(context, context_rotary), rotary, attend)
-        return self.norm(x)[0].unflatten(0, (-1, self.block_size))
+        return self.norm(x[0].index_select(0, rows))
+
+    def _denoise_fast(
+        self, all_hidden_states: Tensor, input_ids: Tensor, position_ids: Tensor, anchors: AnchorSet, documents: Tensor,
+        rows: Tensor,
+    ) -> Tensor:
+        """The same over the Triton kernels."""
+        draft_positions, masks, backend = self._inputs(position_ids, anchors, documents)
+        mask_token = torch.full_like(anchors.positions[:1], self.mask_token_id)
+        tokens = torch.cat([input_ids[anchors.positions], mask_token])  # [A + 1]
+        features = all_hidden_states[0].to(self.fc.weight.dtype)
+        return fast_path.denoise_rows(self, features, tokens, position_ids, draft_positions, masks, backend, rows)
 
     def _loss(
-        self, hidden: Tensor, last_hidden: Tensor, input_ids: Tensor, loss_mask: Tensor, anchors: AnchorSet,
-        documents: Tensor, use_soft_labels: bool, gamma: float | None, reduction: str, denominator: float | None,
+        self, hidden: Tensor, last_hidden: Tensor, input_ids: Tensor, rows: HeadPlan, use_soft_labels: bool,
+        gamma: float | None, reduction: str, denominator: float | None, chunk_rows: int,
+        spans: list[tuple[int, int]], fused: bool,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Loss and metrics of slots 1..S-1; slot 0 is never sent through the head."""
-        total = input_ids.shape[0]
-        supervised = block_supervision(anchors, loss_mask, documents, self.block_size)[:, 1:]  # [A, S-1]
-        slots = torch.arange(1, self.block_size, device=input_ids.device)
-        label_at = (anchors.positions[:, None] + slots).clamp(max=total - 1)  # [A, S-1]
-        tokens = input_ids[label_at]
+        """Loss and metrics from the hidden states [R, H] of the supervised slots."""
+        tokens = input_ids[rows.label_at]  # [R]
         labels = self.draft_index[tokens]  # -1 outside the draft vocabulary
-        weighted = supervised if use_soft_labels else supervised & (labels >= 0)
-        weights = decay_weights(self.block_size, gamma, input_ids.device)[1:] * weighted  # [A, S-1]
-        scale = loss_scale(weights.flatten(), reduction, denominator)
-        rows = hidden[:, 1:].flatten(0, 1)
-        teacher = last_hidden[(label_at - 1).flatten()].to(rows.dtype) if use_soft_labels else None
-        if rows.device.type == "cpu":  # no host sync to fear: leave out the rows that weigh nothing
-            keep = supervised.flatten().nonzero().squeeze(-1)
-        else:
-            keep = slice(None)
+        decay = decay_weights(self.block_size, gamma, input_ids.device)[1:]
+        weights = decay[rows.slot % (self.block_size - 1)]
+        if not use_soft_labels:
+            weights = weights * (labels >= 0)
         result = chunked_head_loss(
-            rows[keep],
+            hidden,
             self.lm_head,
-            scale=scale[keep],
-            labels=None if use_soft_labels else labels.flatten()[keep].clamp(min=0),
-            teacher_hidden=None if teacher is None else teacher[keep],
-            chunk_rows=self.loss_chunk_rows,
+            scale=loss_scale(weights, reduction, denominator),
+            labels=None if use_soft_labels else labels.clamp(min=0),
+            teacher_hidden=last_hidden[rows.teacher_at].to(hidden.dtype) if use_soft_labels else None,
+            teacher_rows=rows.teacher_row if use_soft_labels else None,
+            teacher_spans=spans,
+            chunk_rows=chunk_rows,
+            fused=fused,
         )
-        prediction = torch.full_like(tokens.flatten(), -1)
-        prediction[keep] = self.draft_token_ids[result.prediction]
-        metrics = block_metrics(prediction.view_as(tokens) == tokens, supervised)
+        correct = torch.zeros_like(rows.supervised).flatten()
+        correct[rows.slot] = self.draft_token_ids[result.prediction] == tokens
+        metrics = block_metrics(correct.view_as(rows.supervised), rows.supervised)
         metrics |= {
             "loss": result.loss.detach(),
             "weight": weights.sum(),
-            "supervised_slots": supervised.sum(),
+            "supervised_slots": rows.supervised.sum(),
         }
         return result.loss, metrics
 
