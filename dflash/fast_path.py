@@ -45,7 +45,7 @@ def _half(rotary: Rotary) -> Rotary:
 
 
 def _context_keys_values(drafter: DFlashDrafter, features: Tensor) -> tuple[Tensor, ...]:
-    """Raw K and V of the context for all layers: 2 L tensors [T, Nkv * D], K and V of layer 0, of layer 1, and so on."""
+    """Raw K and V of the context for all layers: 2 L tensors [T, Nkv * D], layer 0's K and V, layer 1's, and so on."""
     from dflash.kernels.pointwise import Norm
 
     context = Norm.apply(F.linear(features, drafter.fc.weight), drafter.hidden_norm.weight, drafter.hidden_norm.eps)

@@ -267,9 +267,12 @@ class DFlashDrafter(nn.Module):
         anchors = anchors.to(device, non_blocking=True)
         documents = document_ids(lengths.to(device), total)
         fast = fast_path.applies(self) if self.fast_path is None else self.fast_path
-        denoise = self._denoise_fast if fast else self._denoise
         rows = plan.to(device)
-        hidden = denoise(all_hidden_states, input_ids[0], position_ids[0], anchors, documents, rows.query)  # [R, H]
+        inputs = (all_hidden_states, input_ids[0], position_ids[0], anchors, documents)
+        if fast:
+            hidden = self._denoise_fast(*inputs, rows.query)  # [R, H]
+        else:
+            hidden = self._denoise(*inputs).flatten(0, 1).index_select(0, rows.query)
         chunk_rows = self.loss_chunk_rows or (fast_path.CHUNK_ROWS if fast else DEFAULT_CHUNK_ROWS)
         spans = teacher_spans(plan.teacher_row, chunk_rows)
         return self._loss(hidden, verifier_last_hidden[0], input_ids[0], rows, use_soft_labels, gamma, reduction,
@@ -287,10 +290,9 @@ class DFlashDrafter(nn.Module):
         return positions, [masks[w] for w in windows], backend
 
     def _denoise(
-        self, all_hidden_states: Tensor, input_ids: Tensor, position_ids: Tensor, anchors: AnchorSet, documents: Tensor,
-        rows: Tensor,
+        self, all_hidden_states: Tensor, input_ids: Tensor, position_ids: Tensor, anchors: AnchorSet, documents: Tensor
     ) -> Tensor:
-        """Final-normed hidden states of the draft slots `rows` [R], as [R, H]."""
+        """Final-normed hidden states of every slot, [A, S, H]."""
         draft_positions, masks, backend = self._inputs(position_ids, anchors, documents)
         slots = torch.arange(self.block_size, device=input_ids.device)
         tokens = torch.where(slots == 0, input_ids[anchors.positions][:, None], self.mask_token_id)  # [A, S]
@@ -303,13 +305,13 @@ class DFlashDrafter(nn.Module):
                 return attention(q, k, v, mask, backend, self.max_dense_bytes)
 
             x = layer(x, layer.self_attn.keys_values(context, context_rotary), rotary, attend)
-        return self.norm(x[0].index_select(0, rows))
+        return self.norm(x)[0].unflatten(0, (-1, self.block_size))
 
     def _denoise_fast(
         self, all_hidden_states: Tensor, input_ids: Tensor, position_ids: Tensor, anchors: AnchorSet, documents: Tensor,
         rows: Tensor,
     ) -> Tensor:
-        """The same over the Triton kernels."""
+        """The same over the Triton kernels, for the draft slots `rows` [R] alone: [R, H]."""
         draft_positions, masks, backend = self._inputs(position_ids, anchors, documents)
         mask_token = torch.full_like(anchors.positions[:1], self.mask_token_id)
         tokens = torch.cat([input_ids[anchors.positions], mask_token])  # [A + 1]

@@ -36,7 +36,7 @@ class ProjectQKV(torch.autograd.Function):
     """Norm, projections, head norms and rotary of one layer, K and V joined with the context's.
 
     Inputs: x, delta [P, H] (delta None: no residual to add); the layer's weights; the context's K before its norm
-    and V, each [T, Nkv * D]; half rotary tables of context and slots. With `slots` given (first layer), x holds the A + 1
+    and V, each [T, Nkv * D]; half rotary tables of context and slots. With a row_map (first layer), x holds the A + 1
     distinct rows [anchor tokens, mask token] and the Q = A * slots rows are made from them after the projections.
 
     Outputs: x + delta [P, H], q [1, Nq, Q, D], k and v [1, Nkv, T + Q, D].

@@ -204,8 +204,8 @@ def head_norm_rotary(
     heads, positions, d = out.shape
     rows = x if row_map is None else row_map
     _head_forward[(triton.cdiv(positions, HEAD_ROWS), heads)](
-        x, rows, weight, cos, sin, out, positions, x.stride(0), out.stride(0), out.stride(1), eps, MAPPED=row_map is not None,
-        ROWS=HEAD_ROWS, D=d, num_warps=4,
+        x, rows, weight, cos, sin, out, positions, x.stride(0), out.stride(0), out.stride(1), eps,
+        MAPPED=row_map is not None, ROWS=HEAD_ROWS, D=d, num_warps=4,
     )
 
 
