@@ -174,10 +174,13 @@ class CachedFeatures:
                               f"({pack.num_tokens}, {width + self.keep_last_hidden * hidden}) for pack "
                               f"{pack.pack_id}: delete {self._folder or 'the cache'}")
         rows = rows.to(self.device or "cpu")
-        whole = rows.new_zeros(1, total, rows.shape[1])
-        whole[0, : pack.num_tokens] = rows
-        last = whole[..., width:] if self.keep_last_hidden else whole.new_zeros(1, 1, 1).expand(1, total, hidden)
-        return Features(whole[..., :width], last)
+        features = rows.new_zeros(1, total, width)
+        features[0, : pack.num_tokens] = rows[:, :width]
+        if not self.keep_last_hidden:
+            return Features(features, rows.new_zeros(1, 1, 1).expand(1, total, hidden))
+        last = rows.new_zeros(1, total, hidden)
+        last[0, : pack.num_tokens] = rows[:, width:]
+        return Features(features, last)
 
 
 def check_features(features: Features, pack: Pack, target: Target) -> None:

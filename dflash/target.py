@@ -81,9 +81,9 @@ class Target:
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.source = source
-        self.config = model.config.get_text_config()
         self.max_batch_tokens = max_batch_tokens
         self.decoder = _text_decoder(model, source)
+        self.config = model.config.get_text_config()
         self.num_layers = len(self.decoder.layers)
         self.layer_ids = validate_layer_ids(
             default_layer_ids(self.num_layers, min(5, self.num_layers)) if layer_ids is None else layer_ids,
