@@ -191,7 +191,7 @@ def timeline_panel(run: RunSeries, per_worker: int = 40, window: float = 120.0) 
             np.array([span["seconds"] for span in group]),
             style.span_colour(name),
         )
-        for name, group in sorted(groups.items())
+        for name, group in sorted(groups.items(), key=lambda item: (item[0] != "wait", item[0]))
     ]
     return Panel(
         "timeline", "What each worker did", "seconds before the newest record (s)", "", spans=items,

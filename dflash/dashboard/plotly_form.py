@@ -29,8 +29,8 @@ def traces(panel: Panel) -> list[dict[str, Any]]:
 def shape_of(panel: Panel) -> tuple:
     """What must stay equal for new data to fit the traces that are already drawn."""
     return (
-        panel.title, panel.x_title, tuple((line.name, line.colour, line.dash) for line in panel.lines),
-        panel.heat is not None, tuple(spans.name for spans in panel.spans), tuple(panel.lanes),
+        panel.title, panel.x_title, panel.empty, tuple((line.name, line.colour, line.dash) for line in
+        panel.lines), panel.heat is not None, tuple(spans.name for spans in panel.spans), tuple(panel.lanes),
     )  # fmt: skip
 
 
@@ -99,20 +99,20 @@ def _add_axes(layout: dict, panel: Panel, suffix: str, box: dict, total: int) ->
         "anchor": f"x{suffix}",
         "title": {"text": panel.y_title, "standoff": 6},
     }
-    if panel.y_range != (None, None):
-        y_axis["range"] = list(panel.y_range)
-        y_axis["autorangeoptions"] = {"include": 0} if panel.y_range[0] == 0.0 else {}
-        if panel.y_range[1] is None:
-            y_axis["autorange"] = "max"
-            y_axis.pop("autorangeoptions")
+    low, high = panel.y_range
+    if high is not None:
+        y_axis["range"] = [low, high]
+    elif low is not None:
+        y_axis["autorangeoptions"] = {"minallowed": low, "include": low}
     if panel.lanes:
         y_axis.update(type="category", categoryorder="array", categoryarray=panel.lanes)
     if panel.heat is not None:
-        y_axis.update(dtick=max(1, len(panel.heat.y) // 8), showgrid=False)
-        x_axis.update(showgrid=False)
-    if panel.empty:
-        x_axis.update(showticklabels=False, title=None, showgrid=False)
-        y_axis.update(showticklabels=False, title=None, showgrid=False)
+        y_axis["dtick"] = max(1, len(panel.heat.y) // 8)
+    for axis in (x_axis, y_axis):  # said in full each time: a live figure keeps what a new layout leaves out
+        axis["showticklabels"] = not panel.empty
+        axis["showgrid"] = not panel.empty and panel.heat is None
+        if panel.empty:
+            axis["title"] = {"text": ""}
     layout[f"xaxis{suffix}"] = {**common, **x_axis}
     layout[f"yaxis{suffix}"] = {**common, **y_axis}
     layout[f"legend{suffix}"] = {

@@ -1,9 +1,10 @@
-"""The interactive view: a status line, buttons, one FigureWidget a panel, the log's tail.
+"""The interactive view: a status line, buttons, all plots in one FigureWidget, the log's tail.
 
-Widgets are made in the cell's own thread (`open`) and afterwards changed only by the dashboard's thread. A
-panel whose traces keep their shape gets new arrays in one message; otherwise its figure is replaced. On
-close the same place is handed to the static bundle, so that the saved notebook holds the final plots without
-any widget state.
+One FigureWidget, because each one carries plotly.js in its state: eight of them send 40 MB to the browser.
+It is made in the cell's own thread (`open`) and afterwards changed only by the dashboard's thread: new
+arrays in one message where the traces keep their shape, new traces in the same widget otherwise. On close
+the same place is handed to the static bundle, so that the saved notebook holds the final plots without any
+widget state.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from . import style
 from .bundle import bundle, one_line, total_steps
 from .log_view import fault_html, log_bundle, log_html
 from .panels import Panel, build_panels
-from .plotly_form import PANEL_HEIGHT, figure, shape_of, traces
+from .plotly_form import grid_figure, shape_of, traces
 from .series import RunSeries
 
 BUTTONS = (
@@ -31,7 +32,19 @@ BUTTONS = (
     ("evaluate", "Evaluate now", "check", "measure held-out acceptance at the next step boundary"),
     ("stop", "Stop", "stop", "end in good order after this step"),
 )
+ARRAYS = frozenset(("x", "y", "z", "base", "zmax"))
 ANSWERS = {"pause": ("paused",), "resume": ("resumed",), "stop": ("stopping",)}
+
+# A FigureWidget measures itself before it is attached to the page, and takes 700 pixels. It does listen to the
+# window's resize event, so that is what it gets whenever its width is wrong. Replaced by the log on close.
+FIT_SCRIPT = """
+const timer = setInterval(() => {
+  const plots = [...document.querySelectorAll('.jupyter-widgets .js-plotly-plot')];
+  const wrong = (e) => e._fullLayout && e.clientWidth && Math.abs(e._fullLayout.width - e.clientWidth) > 4;
+  if (plots.some(wrong)) window.dispatchEvent(new Event('resize'));
+}, 700);
+setTimeout(() => clearInterval(timer), 600000);
+"""
 
 
 class WidgetView:
@@ -42,8 +55,7 @@ class WidgetView:
     def __init__(self, panels: list[str] | None, columns: int, control: RunControl | None) -> None:
         self.panels, self.columns, self.control = panels, columns, control
         self._asked: tuple[str, float] | None = None
-        self._drawn: dict[str, Panel] = {}
-        self._figures: dict[str, go.FigureWidget] = {}
+        self._drawn: list[Panel] = []
 
     def open(self, series: RunSeries) -> None:
         self._status = ipywidgets.HTML()
@@ -54,29 +66,27 @@ class WidgetView:
                 button.layout.width = "auto"
                 button.on_click(lambda _, action=action: self._ask(action, series))
                 self._buttons[action] = button
-        self._grid = ipywidgets.GridBox(
-            layout=ipywidgets.Layout(
-                grid_template_columns=f"repeat({self.columns}, minmax(0, 1fr))",
-                grid_gap="4px 16px",
-                width="100%",
-            )
-        )
+        self._drawn = build_panels(series, self.panels)
+        self._figure = go.FigureWidget(grid_figure(self._drawn, self.columns))
+        self._figure._config = {"displaylogo": False, "responsive": True}
         self._log = ipywidgets.HTML()
         self.update(series)
-        box = ipywidgets.VBox(
-            [self._status, ipywidgets.HBox(list(self._buttons.values())), self._grid, self._log]
+        buttons = ipywidgets.HBox(
+            list(self._buttons.values()), layout=ipywidgets.Layout(flex_flow="row wrap")
         )
-        self._box = box
+        self._box = ipywidgets.VBox([self._status, buttons, self._figure, self._log])
         self._meta = {"dflash": {"run": str(series.path)}}
-        self._place = display(box, display_id=True)
-        self._log_place = display({"text/plain": ""}, raw=True, display_id=True)
+        self._place = display(self._box, display_id=True)
+        script = {"application/javascript": FIT_SCRIPT, "text/plain": ""}
+        self._log_place = display(script, raw=True, display_id=True)
 
     def update(self, series: RunSeries) -> None:
-        changed = False
-        for panel in build_panels(series, self.panels):
-            changed |= self._update_panel(panel)
-        if changed:
-            self._grid.children = tuple(self._figures[key] for key in self._drawn)
+        panels = build_panels(series, self.panels)
+        if [shape_of(panel) for panel in panels] != [shape_of(panel) for panel in self._drawn]:
+            self._new_traces(grid_figure(panels, self.columns))
+        else:
+            self._new_arrays(panels)
+        self._drawn = panels
         self._set(self._status, status_html(series, self._waiting_for(series)))
         self._set(self._log, fault_html(series) + log_html(series))
         paused = series.control == "paused"
@@ -92,34 +102,29 @@ class WidgetView:
         content = bundle(panels, text, self.columns) if panels else {"text/plain": text}
         self._place.update(content, raw=True, metadata=self._meta)
         self._log_place.update(log_bundle(series), raw=True)
-        for widget in [*self._figures.values(), *self._buttons.values(), self._status, self._log, self._grid]:
+        for widget in (self._figure, *self._buttons.values(), self._status, self._log, self._box):
             widget.close()
-        self._box.close()
 
-    def _update_panel(self, panel: Panel) -> bool:
-        """Bring one panel up to date; True when its figure had to be replaced."""
-        old = self._drawn.get(panel.key)
-        if old is not None and shape_of(old) == shape_of(panel) and old.empty == panel.empty:
-            if not _same_data(old, panel):
-                self._new_arrays(self._figures[panel.key], panel)
-                self._drawn[panel.key] = panel
-            return False
-        widget = go.FigureWidget(figure(panel, PANEL_HEIGHT))
-        widget._config = {"displaylogo": False, "responsive": True}
-        previous = self._figures.get(panel.key)
-        self._figures[panel.key] = widget
-        self._drawn[panel.key] = panel
-        if previous is not None:
-            previous.close()
-        return True
+    def _new_traces(self, fresh: go.Figure) -> None:
+        """Another set of curves (a device appeared, a panel got its first data): same widget, new content."""
+        layout = fresh.layout.to_plotly_json()
+        layout.pop("height")  # setting the height would freeze the width, too; it does not change anyway
+        self._figure.data = ()
+        self._figure.update_layout(layout, overwrite=True)
+        self._figure.add_traces(list(fresh.data))
 
-    @staticmethod
-    def _new_arrays(widget: go.FigureWidget, panel: Panel) -> None:
-        with widget.batch_update():
-            for drawn, fresh in zip(widget.data, traces(panel), strict=True):
-                for key in ("x", "y", "z", "base", "zmax"):
-                    if key in fresh:
-                        drawn[key] = fresh[key]
+    def _new_arrays(self, panels: list[Panel]) -> None:
+        """The same curves with new numbers: one message for all panels that changed."""
+        place = 0
+        with self._figure.batch_update():
+            for old, panel in zip(self._drawn, panels, strict=True):
+                count = len(panel.lines) + len(panel.spans) + (panel.heat is not None)
+                if not _same_data(old, panel):
+                    drawn = self._figure.data[place : place + count]
+                    for trace, fresh in zip(drawn, traces(panel), strict=True):
+                        for key in ARRAYS.intersection(fresh):
+                            trace[key] = fresh[key]
+                place += count
 
     def _ask(self, action: str, series: RunSeries) -> None:
         """A button was pressed (kernel's main thread, or a subshell while a cell runs)."""
