@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch._dynamo.config as dynamo_config
 import torch.fx._symbolic_trace as symbolic_trace
-from torch._dynamo.exc import FailOnRecompileLimitHit
+from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
 from dflash.compile_safety.errors import (
     CompileFailedError,
@@ -112,6 +112,11 @@ class CompiledFunction:
             return self._sealed(text, args, kwargs)
         if "FX to symbolically trace" in text:
             return self._nested_trace(args, kwargs)
+        if isinstance(error, TorchDynamoException):
+            return CompileFailedError(
+                f"{self.name} does not compile here: {type(error).__name__}: {text.strip()[:1500]}\n"
+                f"{self._describe(args, kwargs)}"
+            )
         return None
 
     def _sealed(self, text: str, args: tuple, kwargs: dict) -> SealedRecompileError:

@@ -130,7 +130,7 @@ def apply(undo: ExitStack) -> ForeignTrace:
     with GATE.exclusive():
         seen = _observed()
         if seen.flag:
-            _isolate_flag(undo)
+            isolate_flag(undo)
         if seen.modules:
             _isolate_module_patches(undo)
         _gate_traces(undo)
@@ -151,7 +151,7 @@ def _set(undo: ExitStack, owner: Any, name: str, value: Any) -> None:
     undo.callback(setattr, owner, name, before)
 
 
-def _isolate_flag(undo: ExitStack) -> None:
+def isolate_flag(undo: ExitStack) -> None:
     """Let both checks answer for the calling thread, in every place that has a reference to them."""
 
     def is_fx_symbolic_tracing():
@@ -223,6 +223,21 @@ def _gate_traces(undo: ExitStack) -> None:
     _set(undo, torch.fx.Tracer, "trace", gated_trace)
 
 
+def count_traces(undo: ExitStack) -> None:
+    """Only the counting part of the above, without the gate: what the thread-aware flag alone needs."""
+    trace = torch.fx.Tracer.trace
+
+    @functools.wraps(trace)
+    def counted_trace(self, root, *args, **kwargs):
+        _state.depth += 1
+        try:
+            return trace(self, root, *args, **kwargs)
+        finally:
+            _state.depth -= 1
+
+    _set(undo, torch.fx.Tracer, "trace", counted_trace)
+
+
 def _record(tracer: Any, root: Any) -> TraceRecord:
     thread = threading.current_thread()
     name = type(root).__name__ if isinstance(root, torch.nn.Module) else getattr(root, "__qualname__", repr(root))
@@ -276,7 +291,8 @@ def refuse_compilation(check: Callable[[], None] | None) -> None:
 
 
 def _gate_compilations(undo: ExitStack) -> None:
-    _set(undo, convert_frame, "compile_lock", GatedCompileLock(convert_frame.compile_lock, lambda: _refuse_compilation()))
+    lock = GatedCompileLock(convert_frame.compile_lock, lambda: _refuse_compilation())
+    _set(undo, convert_frame, "compile_lock", lock)
 
 
 def _hold_gate_in_backward(undo: ExitStack) -> None:
