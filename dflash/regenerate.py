@@ -22,8 +22,9 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+from dflash.endpoint import Endpoint
 from dflash.errors import ConfigError, DataError
-from dflash.generation import ENGINES, Generator, Sampling, tokens_per_second
+from dflash.generation import ENGINES, Answer, Generator, Sampling, tokens_per_second
 from dflash.prompts import make_prompts, prompts_in
 from dflash.target import Target, load_target
 
@@ -173,58 +174,66 @@ def batches(jobs: list[Job], size: int) -> list[list[Job]]:
     return [part for _, part in sorted(placed, key=lambda item: item[0])]
 
 
-def answer_all(
-    jobs: list[Job],
-    generator: Generator,
-    tokenizer,
-    out: ConversationFile,
-    dtype: str,
-    seconds: float | None = None,
-    quiet: bool = False,
-) -> dict:
+class LocalAnswers:
+    """Rows written by a local target; token ids are kept."""
+
+    def __init__(self, generator: Generator, tokenizer, dtype: str):
+        self.generator, self.tokenizer, self.dtype = generator, tokenizer, dtype
+        self.batch_size = generator.batch_size
+
+    def __call__(self, batch: list[Job]) -> tuple[list[dict], int]:
+        answers = self.generator([list(job.prompt_ids) for job in batch], batch[0].sampling)
+        rows = [self._row(job, answer) for job, answer in zip(batch, answers, strict=True)]
+        return rows, sum(len(answer.response_ids) for answer in answers)
+
+    def _row(self, job: Job, answer: Answer) -> dict:
+        body = answer.response_ids[:-1] if answer.finish_reason == "stop" else answer.response_ids
+        text = self.tokenizer.decode(body, skip_special_tokens=True)
+        return {"messages": [*job.messages, {"role": "assistant", "content": text}],
+                "finish_reason": answer.finish_reason, "sampling": job.sampling.record(), "dtype": self.dtype,
+                "prompt_ids": list(job.prompt_ids), "response_ids": answer.response_ids}
+
+
+class EndpointAnswers:
+    """Rows written by a server; token ids are kept where it sends them."""
+
+    def __init__(self, endpoint: Endpoint, batch_size: int):
+        self.endpoint, self.batch_size = endpoint, batch_size
+
+    def __call__(self, batch: list[Job]) -> tuple[list[dict], int]:
+        replies = self.endpoint.answer([(list(job.messages), job.sampling.record()) for job in batch])
+        rows = []
+        for job, reply in zip(batch, replies, strict=True):
+            row = {"messages": [*job.messages, {"role": "assistant", "content": reply["text"]}],
+                   "finish_reason": reply["finish_reason"], "sampling": job.sampling.record()}
+            if reply["prompt_ids"] and reply["response_ids"]:
+                row |= {"prompt_ids": reply["prompt_ids"], "response_ids": reply["response_ids"]}
+            rows.append(row)
+        return rows, sum(reply["tokens"] for reply in replies)
+
+
+def answer_all(jobs: list[Job], answers: LocalAnswers | EndpointAnswers, out: ConversationFile,
+               seconds: float | None = None, quiet: bool = False) -> dict:
     """Answer `jobs` batch by batch into `out`, for at most `seconds`.
 
     Returns counts: conversations, tokens, seconds, tokens_per_second, remaining.
     """
     start, tokens, written = time.perf_counter(), 0, 0
+    before = sum(out.done.values())
     bar = tqdm(total=len(jobs), unit="answer", disable=quiet, file=sys.stderr, mininterval=1.0)
-    for index, batch in enumerate(batches(jobs, generator.batch_size)):
+    for index, batch in enumerate(batches(jobs, answers.batch_size)):
         if seconds is not None and time.perf_counter() - start > seconds:
             break
-        torch.manual_seed(batch[0].sampling.seed + index + sum(out.done.values()))
-        answers = generator([list(job.prompt_ids) for job in batch], batch[0].sampling)
-        out.write(
-            [
-                _row(job, answer, tokenizer, generator.end_ids, dtype)
-                for job, answer in zip(batch, answers, strict=True)
-            ]
-        )
-        written += len(batch)
-        tokens += sum(len(answer.response_ids) for answer in answers)
+        torch.manual_seed(batch[0].sampling.seed + before + index)  # a continued run does not draw the same again
+        rows, count = answers(batch)
+        out.write(rows)
+        written, tokens = written + len(batch), tokens + count
         bar.update(len(batch))
         bar.set_postfix_str(f"{tokens / (time.perf_counter() - start):,.0f} tokens/s")
     bar.close()
     spent = time.perf_counter() - start
-    return {
-        "conversations": written,
-        "tokens": tokens,
-        "seconds": spent,
-        "remaining": len(jobs) - written,
-        "tokens_per_second": tokens / max(spent, 1e-9),
-    }
-
-
-def _row(job: Job, answer, tokenizer, end_ids: list[int], dtype: str) -> dict:
-    body = answer.response_ids[:-1] if answer.finish_reason == "stop" else answer.response_ids
-    text = tokenizer.decode(body, skip_special_tokens=True)
-    return {
-        "messages": [*job.messages, {"role": "assistant", "content": text}],
-        "finish_reason": answer.finish_reason,
-        "sampling": job.sampling.record(),
-        "dtype": dtype,
-        "prompt_ids": list(job.prompt_ids),
-        "response_ids": answer.response_ids,
-    }
+    return {"conversations": written, "tokens": tokens, "seconds": round(spent, 2), "remaining": len(jobs) - written,
+            "tokens_per_second": round(tokens / max(spent, 1e-9), 1)}
 
 
 def choose_generator(target: Target, prompts: list[list[int]], options: argparse.Namespace) -> Generator:
@@ -268,21 +277,25 @@ def main(options: argparse.Namespace) -> int:
         samplings.append(
             (Sampling(options.sampled_temperature, options.top_p, options.seed), options.sampled_share)
         )
-    settings = {"target": options.endpoint or options.target, "max_new_tokens": options.max_new_tokens}
-    target = load_target(options.target, options.device, options.dtype)
-    settings |= {
-        "dtype": str(target.dtype).removeprefix("torch."),
-        "target_fingerprint": target.fingerprint(),
-    }
+    target, endpoint = None, None
+    settings = {"target": options.target, "max_new_tokens": options.max_new_tokens}
+    if options.endpoint:
+        key = os.environ.get(options.api_key_env) if options.api_key_env else None
+        endpoint = Endpoint(options.endpoint, options.model, options.max_new_tokens, options.batch_size, key)
+        settings["target"] = f"{endpoint.model} at {endpoint.url}"
+    else:
+        target = load_target(options.target, options.device, options.dtype)
+        dtype = str(target.dtype).removeprefix("torch.")
+        settings |= {"dtype": dtype, "target_fingerprint": target.fingerprint()}
     with ConversationFile(options.out, settings) as out:
         jobs = out.remaining(make_jobs(questions, target, samplings))
-        _say(
-            f"{len(questions)} prompts, {sum(out.done.values())} answers already there, {len(jobs)} to write"
-        )
+        _say(f"{len(questions)} prompts, {sum(out.done.values())} answers already there, {len(jobs)} to write")
         summary = {"conversations": 0, "tokens": 0, "remaining": 0}
-        if jobs:
+        if jobs and endpoint:
+            summary = answer_all(jobs, EndpointAnswers(endpoint, 4 * options.batch_size), out, options.seconds)
+        elif jobs:
             generator = choose_generator(target, [list(job.prompt_ids) for job in jobs], options)
-            summary = answer_all(jobs, generator, target.tokenizer, out, settings["dtype"], options.seconds)
+            summary = answer_all(jobs, LocalAnswers(generator, target.tokenizer, dtype), out, options.seconds)
             summary |= {"engine": generator.engine, "batch_size": generator.batch_size}
     print(json.dumps(summary | {"out": str(options.out), **settings}))
     return 0
@@ -310,6 +323,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--dtype", default=None, help="float32 or bfloat16; default: bfloat16 on a GPU, float32 on the CPU")
     add("--endpoint", default=None, help="OpenAI-compatible base URL to ask instead of a local target")
+    add("--model", default=None, help="model name at the endpoint; default: the first that it serves")
+    add("--api-key-env", default=None, help="environment variable that holds the endpoint's key")
 
 
 def add_parser(subparsers) -> None:
