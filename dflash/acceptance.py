@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from dflash.model import DFlashDrafter, DraftContext
 
 _KV_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}  # copies of context keys and values alive at once, per layer
-_MAX_BLOCKS = 512
+_MAX_BLOCKS = {"cpu": 32, "cuda": 512}  # on a CPU, what stays in its cache
 
 
 @dataclass(frozen=True)
@@ -136,8 +136,8 @@ def document_runs(drafter: DFlashDrafter, features: Tensor, ids: Tensor, spans: 
     drafter.extend(context, features[:, : int(anchors.max())].to(device))
     config = drafter.config
     width = config.num_key_value_heads * config.head_dim * drafter.fc.weight.element_size() * 2
-    budget = _KV_BYTES.get(device.type, _KV_BYTES["cuda"])
-    batch = max(1, min(_MAX_BLOCKS, budget // (width * (context.length + drafter.block_size))))
+    kind = "cpu" if device.type == "cpu" else "cuda"
+    batch = max(1, min(_MAX_BLOCKS[kind], _KV_BYTES[kind] // (width * (context.length + drafter.block_size))))
     for some, some_ends in zip(anchors.split(batch), ends.split(batch), strict=True):
         on_device = some.to(device)
         hidden = draft_hidden(drafter, context, ids[on_device], on_device)

@@ -123,7 +123,7 @@ class SampledRule:
 
 
 class ForcedRule:
-    """Follow a given text whatever the target would write; for comparing decoding with training (`evaluate`)."""
+    """Follow a given text whatever the target would write; for comparing decoding with training (`parity`)."""
 
     def __init__(self, text: list[int]):
         self.text, self.at = text, 0
@@ -162,7 +162,6 @@ def speculative_generate(
     eos_token_ids: list[int] | None = None,
     *,
     rule: GreedyRule | SampledRule | ForcedRule | None = None,
-    observer=None,
 ) -> DecodeResult:
     """Continue a prompt with a drafter.
 
@@ -171,8 +170,6 @@ def speculative_generate(
         temperature: 0 is greedy. generator: makes sampling repeatable.
         eos_token_ids: tokens that end the text, kept as its last token; None takes all of the target's.
         rule: how drafts are drawn and judged, in place of the one the temperature implies.
-        observer: called after each verification with (anchor position, context, draft logits, features, drafts,
-            count), for checks that compare decoding with training.
 
     Raises: ConfigError when the drafter reads other layers than the target captures, for an empty prompt, or a
         max_new_tokens below 1.
@@ -194,13 +191,10 @@ def speculative_generate(
     while result.finish_reason == "":
         anchor, left = result.tokens[-1], max_new_tokens - len(result.tokens)
         # The whole block is drafted even when less is needed: a shorter one would be another input than in training.
-        draft_logits = drafter.propose(context, anchor)  # [S-1, Vd]
-        drafts = rule.draft(drafter, draft_logits)[: left - 1]
+        drafts = rule.draft(drafter, drafter.propose(context, anchor))[: left - 1]
         features, logits = session.advance([anchor, *drafts])
         count, bonus = rule.verify(drafts, logits)
         session.keep(count + 1)
-        if observer is not None:
-            observer(context.length, context, draft_logits, features[:, : count + 1], drafts, count)
         drafter.extend(context, features[:, : count + 1].to(where))
         kept = _take(result, [*drafts[:count], bonus], stops, max_new_tokens)
         result.accepted.append(min(count, kept))
