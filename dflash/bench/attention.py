@@ -1,0 +1,97 @@
+"""`bench attention`: the drafter's attention alone, forward and backward, on a pack's own mask."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import fields
+
+import torch
+
+from dflash.attention import BACKENDS, AttentionMask, attention
+from dflash.bench.step import add_shape_arguments
+from dflash.bench.timing import environment, free_memory, measure, synchronize, timing_fields, write_json
+from dflash.bench.workload import StepShape, document_lengths
+from dflash.masks import document_ids, sample_anchors
+
+MAX_DENSE_BYTES = 32 << 30
+
+
+def make_mask(shape: StepShape, device: torch.device, seed: int = 0) -> AttentionMask:
+    """The mask of a made-up pack."""
+    host = torch.Generator().manual_seed(seed)
+    lengths = document_lengths(shape.tokens, shape.document, host)
+    anchors = sample_anchors(torch.rand(shape.tokens, generator=host) < shape.supervised, lengths, shape.block,
+                             shape.anchors, host)
+    return AttentionMask(anchors.to(device), document_ids(lengths, shape.tokens).to(device), shape.block)
+
+
+def visible_pairs(mask: AttentionMask) -> int:
+    """Query-key pairs that the mask lets through: what an ideal kernel would work on."""
+    documents, positions = mask.doc_ids.cpu(), mask.anchors.positions.cpu()
+    first = torch.searchsorted(documents.where(documents >= 0, documents.max() + 1), documents[positions])
+    context = torch.where(mask.anchors.valid.cpu(), positions - first, 0)
+    return int((context + mask.block_size).sum()) * mask.block_size
+
+
+def measure_backend(
+    backend: str, shape: StepShape, device: torch.device, dtype: torch.dtype, warmup: int = 3, repeats: int = 10
+) -> dict:
+    """Seconds of the mask, of forward, and of forward with backward; FLOP/s count visible pairs alone."""
+    generator = torch.Generator(device).manual_seed(0)
+    queries = shape.anchors * shape.block
+
+    def heads(count: int, length: int) -> torch.Tensor:
+        # In memory [positions, heads, D], as the projections leave it.
+        x = torch.randn(1, length, count, shape.head_dim, generator=generator, device=device, dtype=dtype)
+        return x.transpose(1, 2).requires_grad_()
+
+    q, grad = heads(shape.heads, queries), heads(shape.heads, queries).detach()
+    k, v = heads(shape.kv_heads, shape.tokens + queries), heads(shape.kv_heads, shape.tokens + queries)
+    mask = make_mask(shape, device)
+
+    def forward():
+        return attention(q, k, v, mask, backend, MAX_DENSE_BYTES)
+
+    def both():
+        return torch.autograd.grad(forward(), (q, k, v), grad)
+
+    both()
+    synchronize(device)
+
+    def build():
+        fresh = AttentionMask(mask.anchors, mask.doc_ids, mask.block_size)
+        return fresh.block_sparse if backend == "flex" else fresh
+
+    flops = 4 * visible_pairs(mask) * shape.heads * shape.head_dim
+    result = {"backend": backend, "anchors": shape.anchors, "block": shape.block, "visible_flops": flops}
+    for name, call, work in (("mask", build, 0), ("forward", forward, flops), ("both", both, 3.5 * flops)):
+        timing = measure(call, device, warmup, repeats)
+        result[name] = timing_fields(timing) | {"flops_per_second": work / timing.median}
+    free_memory(device)
+    return result
+
+
+def run(args: argparse.Namespace) -> int:
+    device, dtype = torch.device(args.device), getattr(torch, args.dtype)
+    shape = StepShape(**{f.name: getattr(args, f.name) for f in fields(StepShape)})
+    results = [measure_backend(b, shape, device, dtype, args.warmup, args.repeats) for b in args.backends.split(",")]
+    print(f"{'backend':14} {'mask ms':>8} {'forward ms':>11} {'+backward ms':>13} {'TFLOP/s':>8}")
+    for r in results:
+        mask, forward, both = (r[key]["seconds_median"] * 1e3 for key in ("mask", "forward", "both"))
+        print(f"{r['backend']:14} {mask:>8.2f} {forward:>11.2f} {both:>13.2f} {r['both']['flops_per_second'] / 1e12:>8.3g}")
+    write_json(args.json, {"bench": "attention", "shape": vars(shape), "dtype": args.dtype,
+                           "environment": environment(device), "results": results})
+    return 0
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> None:
+    parser = subparsers.add_parser("attention", help="the drafter's attention alone")
+    add_shape_arguments(parser)
+    on_gpu = torch.cuda.is_available()
+    parser.add_argument("--device", default="cuda" if on_gpu else "cpu")
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument("--backends", default="flex" if on_gpu else "sdpa_chunked", help=f"of {', '.join(BACKENDS)}")
+    parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--json", help="write the results here")
+    parser.set_defaults(run=run)

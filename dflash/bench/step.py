@@ -1,0 +1,130 @@
+"""`bench step`: one training step of the drafter, forward and backward, with or without its optimizer."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import fields
+
+import torch
+
+from dflash import fast_path
+from dflash.bench.timing import environment, free_memory, matmul_ceiling, measure, timing_fields, write_json
+from dflash.bench.workload import StepInputs, StepShape, make_drafter, make_head, make_inputs, matmul_flops
+from dflash.model import DFlashDrafter
+from dflash.optim import MasterAdamW
+
+GAMMA = 10.0
+
+
+def step_call(
+    drafter: DFlashDrafter, inputs: StepInputs, soft: bool, optimizer: MasterAdamW | None = None
+) -> Callable[[], float]:
+    """A function that runs one step and returns its loss as a tensor."""
+    parameters = [p for p in drafter.parameters() if p.requires_grad]
+
+    def call():
+        for parameter in parameters:
+            parameter.grad = None
+        loss, _ = drafter(**inputs.arguments, use_soft_labels=soft, gamma=GAMMA)
+        loss.backward()
+        if optimizer is not None:
+            optimizer.accumulate()
+            optimizer.step(1e-4)
+        return loss.detach()
+
+    return call
+
+
+def make_optimizer(drafter: DFlashDrafter) -> MasterAdamW:
+    return MasterAdamW(drafter.parameters(), betas=(0.9, 0.95), weight_decay=0.01, max_grad_norm=1.0)
+
+
+def report(name: str, shape: StepShape, soft: bool, call: Callable, device: torch.device, ceiling: float,
+           warmup: int, repeats: int) -> dict:
+    """Measure one version of the step."""
+    loss = float(call())
+    timing = measure(call, device, warmup, repeats)
+    flops = matmul_flops(shape, soft)
+    return {
+        "name": name, "anchors": shape.anchors, "block": shape.block, "labels": "soft" if soft else "hard",
+        "loss": loss,
+        "tokens_per_second": shape.tokens / timing.median, **timing_fields(timing), "matmul_flops": flops,
+        "matmul_flops_per_second": flops / timing.median, "mfu": flops / timing.median / ceiling,
+    }
+
+
+def run(args: argparse.Namespace) -> int:
+    device, dtype = torch.device(args.device), getattr(torch, args.dtype)
+    shape = StepShape(**{f.name: getattr(args, f.name) for f in fields(StepShape)})
+    soft = args.labels == "soft"
+    ceiling = matmul_ceiling(device, dtype)
+    inputs = make_inputs(shape, device, dtype, args.seed)
+    head = make_head(shape, device, dtype)
+    results = []
+    common = (device, ceiling, args.warmup, args.repeats)
+
+    def ours(name: str, **options) -> None:
+        drafter = make_drafter(shape, head, device, dtype, attention_backend=args.attention,
+                               loss_chunk_rows=args.chunk_rows, **options)
+        optimizer = make_optimizer(drafter) if args.optimizer else None
+        results.append(report(name, shape, soft, step_call(drafter, inputs, soft, optimizer), *common))
+
+    if args.path in ("plain", "both"):
+        ours("plain", fast_path=False)
+        free_memory(device)
+    if args.path in ("fast", "both") or args.path == "auto":
+        probe = make_drafter(shape, head, device, dtype) if args.path == "auto" else None
+        chosen = probe is None or fast_path.applies(probe)
+        del probe
+        ours("fast" if chosen else "plain", fast_path=chosen)
+        free_memory(device)
+    if args.peer:
+        from dflash.bench.peer import peer_call
+
+        results.append(report(f"peer {args.peer}", shape, soft, peer_call(shape, inputs, head, device, dtype, soft),
+                              *common))
+        for result in results[:-1]:
+            result["ratio_to_peer"] = result["tokens_per_second"] / results[-1]["tokens_per_second"]
+    print_table(results, ceiling)
+    write_json(args.json, {"bench": "step", "shape": vars(shape), "dtype": args.dtype, "optimizer": args.optimizer,
+                           "matmul_ceiling": ceiling, "environment": environment(device), "results": results})
+    return 0
+
+
+def print_table(results: list[dict], ceiling: float) -> None:
+    print(f"matmul ceiling {ceiling / 1e12:.3g} TFLOP/s")
+    print(f"{'version':24} {'shape':>10} {'labels':>6} {'ms':>9} {'tokens/s':>9} {'peak GB':>8} {'TFLOP/s':>8} "
+          f"{'MFU':>5} {'loss':>8} {'x peer':>6}")
+    for r in results:
+        peak = "-" if r["peak_bytes"] is None else f"{r['peak_bytes'] / 1e9:.1f}"
+        ratio = f"{r['ratio_to_peer']:.2f}" if "ratio_to_peer" in r else ""
+        print(f"{r['name']:24} {r['anchors']:>5}x{r['block']:<4} {r['labels']:>6} {r['seconds_median'] * 1e3:>9.1f} "
+              f"{r['tokens_per_second']:>9.0f} {peak:>8} {r['matmul_flops_per_second'] / 1e12:>8.3g} {r['mfu']:>5.2f} "
+              f"{r['loss']:>8.4f} {ratio:>6}")
+
+
+def add_shape_arguments(parser: argparse.ArgumentParser) -> None:
+    """One option per field of `StepShape`."""
+    for field in fields(StepShape):
+        kind = float if isinstance(field.default, float) else int
+        parser.add_argument(f"--{field.name.replace('_', '-')}", type=kind, default=field.default)
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> None:
+    parser = subparsers.add_parser("step", help="the drafter's training step")
+    add_shape_arguments(parser)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument("--labels", default="soft", choices=["soft", "hard"])
+    parser.add_argument("--path", default="auto", choices=["auto", "fast", "plain", "both"],
+                        help="over the Triton kernels, over plain modules, or both in turn")
+    parser.add_argument("--attention", default=None, help="attention backend; the device's default")
+    parser.add_argument("--chunk-rows", type=int, default=None, help="rows of logits alive at once")
+    parser.add_argument("--optimizer", action="store_true", help="include AdamW over float32 masters")
+    parser.add_argument("--peer", choices=["speculators"], help="time an installed peer on the same tensors")
+    parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", help="write the results here")
+    parser.set_defaults(run=run)

@@ -1,0 +1,93 @@
+"""How things are timed: the device's own clock, after a warmup, medians, peak memory; and the ceiling to compare to."""
+
+from __future__ import annotations
+
+import gc
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds per call over the repeats; bytes allocated before the calls and at most during them (None on CPU)."""
+
+    median: float
+    fastest: float
+    slowest: float
+    repeats: int
+    base_bytes: int | None
+    peak_bytes: int | None
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def free_memory(device: torch.device) -> None:
+    """Give back what earlier measurements left behind."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def measure(call: Callable[[], object], device: torch.device, warmup: int = 2, repeats: int = 5) -> Timing:
+    """Time `call`. On CUDA the calls are queued without a sync in between, as in training, and timed by events, so a
+    host that cannot keep up shows."""
+    for _ in range(warmup):
+        call()
+    synchronize(device)
+    if device.type != "cuda":
+        seconds = []
+        for _ in range(repeats):
+            begin = time.perf_counter()
+            call()
+            seconds.append(time.perf_counter() - begin)
+        return Timing(statistics.median(seconds), min(seconds), max(seconds), repeats, None, None)
+    torch.cuda.reset_peak_memory_stats(device)
+    base = torch.cuda.memory_allocated(device)
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    events[0].record()
+    for event in events[1:]:
+        call()
+        event.record()
+    synchronize(device)
+    seconds = [a.elapsed_time(b) / 1e3 for a, b in zip(events, events[1:], strict=False)]
+    return Timing(statistics.median(seconds), min(seconds), max(seconds), repeats, base,
+                  torch.cuda.max_memory_allocated(device))
+
+
+def matmul_ceiling(device: torch.device, dtype: torch.dtype, size: int | None = None) -> float:
+    """FLOP/s of a square matrix product on random data, in this process on this device."""
+    size = size or (8192 if device.type == "cuda" else 512)
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    return 2 * size**3 / measure(lambda: a @ b, device, warmup=3, repeats=10).median
+
+
+def environment(device: torch.device) -> dict:
+    """What a number depends on."""
+    on_gpu = device.type == "cuda"
+    return {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "device": torch.cuda.get_device_name(device) if on_gpu else f"cpu, {torch.get_num_threads()} threads",
+    }
+
+
+def write_json(path: str | None, result: dict) -> None:
+    """Write a result where the caller asked for it."""
+    if path:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text(json.dumps(result, indent=2) + "\n")
+
+
+def timing_fields(timing: Timing) -> dict:
+    """A `Timing` for JSON."""
+    return {f"seconds_{k}" if k in ("median", "fastest", "slowest") else k: v for k, v in asdict(timing).items()}
