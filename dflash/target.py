@@ -68,6 +68,7 @@ class Target:
         layer_ids: captured layers; None takes `default_layer_ids`.
         source: the name it was loaded from, kept for messages and cache keys.
         max_batch_tokens: padded tokens in one forward; bounds memory, changes no result.
+        note: added to `describe()`.
     """
 
     def __init__(
@@ -77,10 +78,11 @@ class Target:
         layer_ids=None,
         source: str = "in memory",
         max_batch_tokens: int = 65536,
+        note: str = "",
     ):
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
-        self.source = source
+        self.source, self.note = source, note
         self.max_batch_tokens = max_batch_tokens
         self.decoder = _text_decoder(model, source)
         self.config = model.config.get_text_config()
@@ -133,6 +135,19 @@ class Target:
         if self.tokenizer is not None and self.tokenizer.eos_token_id is not None:
             ids.append(self.tokenizer.eos_token_id)
         return sorted(set(ids))
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of the weights as they are held, each tied tensor once."""
+        return sum(weight.nbytes for weight in self.model.parameters())
+
+    def describe(self) -> str:
+        """One line for people: name, size, dtype, memory, captured layers."""
+        count = sum(weight.numel() for weight in self.model.parameters())
+        kind = "hybrid" if self.is_hybrid else "dense"
+        return (f"{self.source}: {type(self.model).__name__}, {kind}, {self.num_layers} layers, {count / 1e6:,.1f}M "
+                f"weights, {self.memory_bytes / 1e6:,.0f} MB as {str(self.dtype).removeprefix('torch.')}{self.note} on "
+                f"{self.device}; captured layers {', '.join(map(str, self.layer_ids))}")
 
     def close(self) -> None:
         """Remove the hooks; the model is as it was before."""
@@ -330,7 +345,8 @@ def load_target(
     if layer_ids is not None:
         validate_layer_ids(layer_ids, config.num_hidden_layers)
     tokenizer = load_tokenizer(source, config)
-    target = Target(load_model(source, dtype, attention).to(device), tokenizer, layer_ids, source.name)
+    model = load_model(source, dtype, attention).to(device)
+    target = Target(model, tokenizer, layer_ids, source.name, note=source.size_note)
     if self_test:
         target.self_test()
     return target

@@ -43,6 +43,13 @@ class Source:
     def kwargs(self) -> dict:
         return {"gguf_file": self.gguf_file} if self.gguf_file else {}
 
+    @property
+    def size_note(self) -> str:
+        """For a GGUF, that its weights take more room in memory than in the file."""
+        if self.gguf_file is None:
+            return ""
+        return f" (unpacked from a GGUF of {(Path(self.location) / self.gguf_file).stat().st_size / 1e6:,.0f} MB)"
+
 
 def resolve_source(name: str | Path) -> Source:
     """Turn what the user wrote into a `Source`; a path that is not there is refused here, not at the hub."""

