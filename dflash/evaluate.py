@@ -1,7 +1,273 @@
-"""What a trained drafter is worth: acceptance, exactness and speed."""
+"""python -m dflash evaluate: what a trained drafter is worth.
+
+Acceptance length (bonus token included) on prompts with a confidence interval, per-slot acceptance, wall-clock
+speed beside plain decoding, exactness of the text, acceptance on the held-out answers, and the comparison of
+training with decoding at the same anchors. Everything goes to `evaluation.json`, which `06_evaluate` shows.
+"""
 
 from __future__ import annotations
 
-from dflash.acceptance import evaluate_acceptance, summarize, walk_packs
+import argparse
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-__all__ = ["evaluate_acceptance", "summarize", "walk_packs"]
+import torch
+
+from dflash.acceptance import evaluate_acceptance, summarize, walk_packs
+from dflash.data import ChatRenderer, Conversation, Pack, load_conversations, make_packs, split_held_out
+from dflash.drafter_io import SETTINGS, load_drafter, read_settings
+from dflash.errors import ConfigError, RunError
+from dflash.evaluation import Prompt, compare_modes, evaluate_prompts, summarize_prompts, thinking_mode
+from dflash.features import OnlineFeatures
+from dflash.model import DFlashDrafter
+from dflash.parity import parity_check
+from dflash.run_config import RunConfig
+from dflash.target import Target, load_target
+
+__all__ = ["EvaluateOptions", "evaluate", "evaluate_acceptance", "summarize", "walk_packs"]
+
+
+@dataclass(frozen=True)
+class EvaluateOptions:
+    """What to evaluate and how.
+
+    Either `run`, a run folder (its newest checkpoint, target and held-out conversations), or `drafter`, a drafter
+    folder in any known layout, with `target`.
+    """
+
+    run: str | None = None
+    drafter: str | None = None
+    target: str | None = None
+    prompts: str | None = None  # file of prompts; None: the held-out conversations
+    data: str | None = None  # conversations for the held-out part; None: the run's
+    limit: int = 16  # prompts that are decoded
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    thinking: str = "auto"  # "on", "off": `enable_thinking` of the chat template
+    device: str = "auto"
+    dtype: str = "float32"
+    seed: int = 0
+    compare: bool = True  # decode plainly too, for exactness and speed
+    parity_responses: int = 8  # held-out responses in the training-decoding comparison; 0: leave it out
+
+    def __post_init__(self) -> None:
+        if (self.run is None) == (self.drafter is None):
+            raise ConfigError("give either a run folder (--run) or a drafter folder (--drafter), not both or none")
+        if self.limit < 1 or self.max_new_tokens < 1:
+            raise ConfigError(f"limit and max_new_tokens must be at least 1, got {self.limit}, {self.max_new_tokens}")
+        if self.thinking not in ("auto", "on", "off"):
+            raise ConfigError(f"thinking must be auto, on or off, got {self.thinking!r}")
+
+
+def latest_checkpoint(run: str | Path) -> Path:
+    """The newest complete drafter of a run folder (or the folder itself when it is one)."""
+    run = Path(run)
+    if (run / SETTINGS).is_file():
+        return run
+    folders = sorted((run / "checkpoints").glob("step-*"), reverse=True)
+    for folder in folders:
+        if (folder / SETTINGS).is_file():
+            return folder
+    raise RunError(f"{run} has no finished checkpoint (checkpoints/step-*/{SETTINGS}); train it, or name --drafter")
+
+
+def evaluate(options: EvaluateOptions, say=print) -> dict[str, Any]:
+    """Run the whole evaluation; see the module's words. Returns what `evaluation.json` holds."""
+    config = RunConfig.load(Path(options.run) / "config.yaml") if options.run else None
+    folder = latest_checkpoint(options.run) if options.run else Path(options.drafter)
+    settings = drafter_layout(folder)
+    device = options.device if options.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = getattr(torch, options.dtype)
+    name = options.target or (config.target.target if config else None) or settings["target"]
+    target = load_target(name, device, dtype, list(settings["target_layer_ids"]))
+    drafter = open_drafter(folder, target, dtype)
+    held_out = _held_out(options, config, target)
+    prompts = _prompts(options, target, held_out)[: options.limit]
+    say(f"drafter {folder}, target {name}, {options.dtype} on {device}")
+    say(f"first of {len(prompts)} prompts, as the target sees it:\n{prompts[0].text}\n")
+
+    results = evaluate_prompts(target, drafter, prompts, options.max_new_tokens, options.temperature, options.seed,
+                               options.compare, lambda done, total, result: say(_line(done, total, result)))
+    summary = summarize_prompts(results, drafter.block_size)
+    answers = ["".join(chunk["text"] for chunk in result.chunks[:8]) for result in results]
+    modes = [thinking_mode(prompt.text, answer) for prompt, answer in zip(prompts, answers, strict=True)]
+    trained = Counter(_mode_of(target, conversation) for conversation in held_out)
+    warning = compare_modes(modes, trained)
+    summary |= {
+        "target": str(name), "drafter": str(folder), "device": str(device), "dtype": options.dtype,
+        "temperature": options.temperature, "max_new_tokens": options.max_new_tokens, "seed": options.seed,
+        "block_size": drafter.block_size, "target_layer_ids": list(drafter.target_layer_ids),
+        "rendered_prompt": prompts[0].text, "thinking_mode": Counter(modes).most_common(1)[0][0],
+        "training_modes": dict(trained), "warnings": [warning] if warning else [], "held_out": None, "parity": None,
+    }
+    if held_out:
+        packs = held_out_packs(held_out)
+        source = OnlineFeatures(target)
+        summary["held_out"] = evaluate_acceptance(drafter, source, packs)
+        if options.parity_responses:
+            parity = parity_check(target, drafter, source, packs, options.parity_responses)
+            summary["parity"] = parity.as_dict() | {"message": parity.message()}
+            if not parity.agrees:
+                summary["warnings"].append(parity.message())
+    return summary
+
+
+def drafter_layout(folder: str | Path) -> dict[str, Any]:
+    """`drafter.json`'s content for a drafter folder of any known layout."""
+    if (Path(folder) / SETTINGS).is_file():
+        return read_settings(folder)
+    from dflash.export import read_layout
+
+    return read_layout(folder)
+
+
+def open_drafter(folder: str | Path, target: Target, dtype: torch.dtype) -> DFlashDrafter:
+    """A drafter from a checkpoint of this package, or from a z-lab or speculators folder."""
+    if (Path(folder) / SETTINGS).is_file():
+        return load_drafter(folder, target, dtype=dtype)
+    from dflash.export import import_drafter
+
+    return import_drafter(folder, target, dtype=dtype)
+
+
+def held_out_packs(conversations: Sequence[Conversation]) -> list[Pack]:
+    """One pack for each conversation, so that evaluation does not depend on how they were packed."""
+    return [make_packs([item], max(2, len(item)))[0] for item in conversations]
+
+
+def _held_out(options: EvaluateOptions, config: RunConfig | None, target: Target) -> list[Conversation]:
+    """The run's held-out conversations, chosen as training chose them."""
+    data = options.data or (config.data.data if config else None)
+    if data is None or not Path(data).exists():
+        if options.data or (config and not options.prompts):
+            raise ConfigError(f"the conversations {data} are not there; name them with --data, or give --prompts")
+        return []
+    length = config.data.pack_length if config else 4096
+    limit = config.data.held_out if config else options.limit
+    conversations, _ = load_conversations(data, target.tokenizer, length)
+    if config and config.data.max_conversations:
+        conversations = conversations[: config.data.max_conversations]
+    if not config or limit == 0:
+        return conversations[:limit]
+    share = min(0.9, limit / len(conversations))
+    return split_held_out(conversations, share, config.train.seed)[1]
+
+
+def _prompts(options: EvaluateOptions, target: Target, held_out: Sequence[Conversation]) -> list[Prompt]:
+    if options.prompts:
+        from dflash.regenerate import read_prompts
+
+        kwargs = {} if options.thinking == "auto" else {"enable_thinking": options.thinking == "on"}
+        renderer = ChatRenderer(target.tokenizer, template_kwargs=kwargs)
+        ids = [renderer.prompt_ids(messages) for messages in read_prompts(options.prompts)]
+    else:
+        ids = [list(item.input_ids[: item.loss_mask.index(True)]) for item in held_out]
+    ids = [item for item in ids if item]
+    if not ids:
+        raise ConfigError("there are no prompts; give --prompts FILE (one prompt a line, or JSONL), or --data FILE")
+    return [Prompt(tuple(item), _decode(target, item)) for item in ids]
+
+
+def _decode(target: Target, ids: Sequence[int]) -> str:
+    if target.tokenizer is None:
+        return " ".join(map(str, ids))
+    return target.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+
+
+def _mode_of(target: Target, conversation: Conversation) -> str:
+    start = conversation.loss_mask.index(True)
+    return thinking_mode(_decode(target, conversation.input_ids[:start]),
+                         _decode(target, conversation.input_ids[start : start + 8]))
+
+
+def _line(done: int, total: int, result: Any) -> str:
+    length = "-" if result.acceptance_length is None else f"{result.acceptance_length:.2f}"
+    speed = "" if not result.plain_seconds else f", {result.plain_seconds / result.seconds:.2f}x plain"
+    exact = {True: ", exact", False: ", DIFFERS", None: ""}[result.exact]
+    return f"{done:3d}/{total}  {result.tokens:4d} tokens, {result.target_calls:4d} target calls, " \
+           f"acceptance length {length}{speed}{exact}"
+
+
+def table(summary: dict[str, Any]) -> str:
+    """The figures as text, the same that `evaluation.json` holds."""
+    interval = summary["acceptance_interval"]
+    spread = f" [{interval[0]:.3f}, {interval[1]:.3f}] (95%, over prompts)" if interval else ""
+    length = "-" if summary["acceptance_length"] is None else f"{summary['acceptance_length']:.3f}"
+    lines = [
+        f"acceptance length   {length}{spread}, tokens per target call, bonus token included",
+        "accepted up to slot " + "  ".join(f"{i}: {100 * share:.1f}%" for i, share in
+                                          enumerate(summary["acceptance_by_slot"], 1)),
+        "tokens gained       " + "  ".join(f"{i}: {count}" for i, count in enumerate(summary["histogram"], 1)),
+    ]
+    if summary["speedup"] is not None:
+        lines.append(f"wall clock          {summary['speedup']:.2f} times plain decoding")
+    if summary["exact"] is not None:
+        lines.append(f"text                {summary['exact']} of {summary['compared']} equal to plain greedy")
+    for number, result in enumerate(summary["prompts"], 1):
+        tie = result["difference"]
+        if tie:
+            lines.append(
+                f"  prompt {number}: differs at token {tie['index']}, margin {tie['margin']:.3g} against rounding of "
+                f"{tie['noise']:.3g}: " + ("NOT a near tie, decoding is wrong" if tie["wide"] else "a near tie"))
+    if summary["held_out"]:
+        held = summary["held_out"]
+        gained = held["acceptance_length"] or float("nan")
+        lines.append(f"held-out answers    acceptance length {gained:.3f} over {held['blocks']} blocks")
+    if summary["parity"]:
+        lines.append(f"parity              {summary['parity']['message']}")
+    return "\n".join(lines + [f"WARNING: {warning}" for warning in summary["warnings"]])
+
+
+def write_evaluation(summary: dict[str, Any], path: str | Path) -> Path:
+    """Write `evaluation.json` as strict JSON."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(_finite(summary), indent=1, allow_nan=False) + "\n")
+    return path
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not (abs(value) < float("inf")):
+        return None
+    if isinstance(value, dict):
+        return {str(key): _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def main(args: argparse.Namespace) -> int:
+    options = EvaluateOptions(
+        args.run_folder, args.drafter, args.target, args.prompts, args.data, args.limit, args.max_new_tokens,
+        args.temperature, args.thinking, args.device, args.dtype, args.seed, args.compare, args.parity)
+    summary = evaluate(options)
+    print("\n" + table(summary))
+    out = args.json or (str(Path(options.run) / "evaluation.json") if options.run else None)
+    if out:
+        print(f"written to {write_evaluation(summary, out)}")
+    disagrees = summary["parity"] is not None and not summary["parity"]["agrees"]
+    return 1 if summary["lossless"] is False or disagrees else 0
+
+
+def add_parser(subparsers) -> None:
+    p = subparsers.add_parser("evaluate", help="acceptance length, exactness and speed of a trained drafter")
+    p.add_argument("--run", dest="run_folder", metavar="FOLDER", help="run folder: newest checkpoint, held-out data")
+    p.add_argument("--drafter", metavar="FOLDER", help="drafter folder (checkpoint, z-lab or speculators layout)")
+    p.add_argument("--target", help="target; default: the one the drafter was trained for")
+    p.add_argument("--prompts", metavar="FILE", help="one prompt a line, or JSONL with messages or prompt")
+    p.add_argument("--data", metavar="FILE", help="conversations for prompts, held-out acceptance and parity")
+    p.add_argument("--limit", type=int, default=16, help="prompts to decode (16)")
+    p.add_argument("--max-new-tokens", type=int, default=128, help="(128)")
+    sampling = p.add_mutually_exclusive_group()
+    sampling.add_argument("--greedy", dest="temperature", action="store_const", const=0.0, help="the default")
+    sampling.add_argument("--temperature", type=float, default=0.0, help="above 0: sample")
+    p.add_argument("--thinking", choices=("auto", "on", "off"), default="auto", help="enable_thinking of the template")
+    p.add_argument("--device", default="auto")
+    p.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float64"))
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--no-plain", dest="compare", action="store_false", help="no plain decoding: no speed, no exactness")
+    p.add_argument("--parity", type=int, default=8, metavar="N", help="responses in the training comparison (8)")
+    p.add_argument("--json", metavar="OUT", help="where the figures go; default: evaluation.json in the run folder")
+    p.set_defaults(run=main)

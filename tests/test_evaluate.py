@@ -1,0 +1,223 @@
+"""The evaluate command: exactness with margins, thinking mode, intervals, and the whole command on a tiny run."""
+
+import json
+from collections import Counter
+
+import pytest
+import torch
+import yaml
+from chat_tokenizer import chat_tokenizer
+from tiny_models import random_drafter, tiny_target
+
+from dflash import evaluation
+from dflash.__main__ import main
+from dflash.decoding import GreedyRule, plain_generate, speculative_generate
+from dflash.drafter_io import save_drafter
+from dflash.errors import ConfigError, RunError
+from dflash.evaluate import EvaluateOptions, evaluate, latest_checkpoint, table, write_evaluation
+from dflash.evaluation import (
+    Prompt,
+    bootstrap_interval,
+    chunk_texts,
+    compare_modes,
+    evaluate_prompts,
+    first_difference,
+    summarize_prompts,
+    thinking_mode,
+)
+from dflash.run_config import RunConfig
+
+PROMPTS = [Prompt((3, 17, 5, 42), "one"), Prompt((8, 11, 29, 33, 2, 50), "two"), Prompt((7, 7, 9), "three")]
+
+
+# -- exactness (case 50) ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["dense", "hybrid"])
+def test_float32_text_is_exact(kind):
+    target = tiny_target(kind)
+    results = evaluate_prompts(target, random_drafter(target), PROMPTS, 24)
+    summary = summarize_prompts(results, 5)
+    assert summary["exact"] == summary["compared"] == 3 and summary["lossless"] is True
+    assert [result.difference for result in results] == [None] * 3
+    for result in results:
+        assert result.tokens == 24 and result.seconds > 0 and result.plain_seconds > 0
+        assert sum(result.gains) == 23 and len(result.chunks) == result.target_calls + 1
+    assert summary["acceptance_length"] == 69 / sum(result.target_calls for result in results)
+    assert summary["speedup"] == pytest.approx(
+        sum(r.plain_seconds for r in results) / sum(r.seconds for r in results))
+
+
+def test_a_decoder_that_keeps_a_wrong_draft_fails_with_its_margin(monkeypatch):
+    """The fault that 'it is only bf16 rounding' can hide: a draft accepted where the target wanted another token."""
+    target = tiny_target(dtype=torch.bfloat16)
+    drafter = random_drafter(target).to(torch.bfloat16)
+
+    def lenient(self, drafts, logits):
+        wanted = logits.argmax(-1).tolist()
+        return min(1, len(drafts)), wanted[min(1, len(drafts))]
+
+    monkeypatch.setattr(GreedyRule, "verify", lenient)
+    summary = summarize_prompts(evaluate_prompts(target, drafter, PROMPTS, 24), 5)
+    assert summary["lossless"] is False and summary["exact"] < 3
+    tie = next(result["difference"] for result in summary["prompts"] if result["difference"])
+    assert tie["wide"] and abs(tie["margin"]) > 2 * tie["noise"] and tie["plain_token"] != tie["speculative_token"]
+
+
+def test_a_near_tie_is_told_from_a_fault():
+    """Two head rows made equal but for rounding: whichever token is written, the target cannot tell."""
+    target = tiny_target(dtype=torch.bfloat16)
+    prompt = list(PROMPTS[0].ids)
+    text = plain_generate(target, prompt, 6, eos_token_ids=[]).tokens
+    twin = next(token for token in range(60) if token not in text)
+    with torch.no_grad():
+        target.head_weight[twin] = target.head_weight[text[5]]
+    tie = first_difference(target, prompt, [*text[:5], twin], text, 4)
+    assert (tie.index, tie.plain_token, tie.speculative_token) == (5, text[5], twin) and not tie.wide
+    other = next(token for token in range(60) if token not in (*text, twin))
+    wrong = first_difference(target, prompt, [*text[:5], other], text, 4)
+    assert wrong.wide and wrong.margin > 2 * wrong.noise > 0
+
+
+def test_bf16_text_is_lossless_up_to_near_ties():
+    target = tiny_target(dtype=torch.bfloat16)
+    drafter = random_drafter(target).to(torch.bfloat16)
+    assert summarize_prompts(evaluate_prompts(target, drafter, PROMPTS, 40), 5)["lossless"]
+
+
+def test_sampling_claims_no_exactness():
+    target = tiny_target()
+    summary = summarize_prompts(evaluate_prompts(target, random_drafter(target), PROMPTS, 12, temperature=0.8), 5)
+    assert summary["exact"] is None and summary["lossless"] is None and summary["compared"] == 0
+    assert summary["speedup"] is not None
+
+
+def test_interval_of_the_ratio():
+    pairs = [(30, 20), (10, 10), (44, 20), (12, 11), (25, 14)] * 8
+    low, high = bootstrap_interval(pairs)
+    ratio = sum(a for a, _ in pairs) / sum(b for _, b in pairs)
+    assert low < ratio < high and high - low < 0.5
+    assert bootstrap_interval(pairs) == (low, high)
+    assert bootstrap_interval([(6, 3)] * 5) == (2.0, 2.0)
+    assert bootstrap_interval([(6, 3)]) is None and bootstrap_interval([(0, 0), (6, 3)]) is None
+
+
+def test_chunks_of_text_join_to_the_whole():
+    tokenizer = chat_tokenizer()
+    ids = tokenizer("né, 日本", add_special_tokens=False)["input_ids"]
+    for width in (1, 2, 3):
+        chunks = [ids[i : i + width] for i in range(0, len(ids), width)]
+        texts = chunk_texts(tokenizer, chunks)
+        assert "".join(texts) == "né, 日本" and len(texts) == len(chunks)
+
+
+# -- thinking mode (case 49) --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prompt, answer, mode", [
+    ("<|im_start|>assistant\n<think>\n", "", evaluation.THINKING),
+    ("<|im_start|>assistant\n", "<think>\nLet me", evaluation.THINKING),
+    ("<|im_start|>assistant\n<think>\n\n</think>\n\n", "Hello", evaluation.CLOSED),
+    ("<|im_start|>assistant\n", "Hello <think>", evaluation.PLAIN),
+    ("user: what does <think> mean?\nassistant\n", "It", evaluation.PLAIN),
+])
+def test_thinking_mode(prompt, answer, mode):
+    assert thinking_mode(prompt, answer) == mode
+
+
+def test_mode_mismatch_is_a_warning():
+    trained = Counter({evaluation.THINKING: 90, evaluation.PLAIN: 10})
+    warning = compare_modes([evaluation.CLOSED] * 3, trained)
+    assert "90%" in warning and "--thinking on" in warning and "3 of 3" in warning
+    assert compare_modes([evaluation.THINKING] * 3, trained) is None
+    assert compare_modes([evaluation.CLOSED], Counter()) is None
+
+
+# -- the command --------------------------------------------------------------------------------------------------
+
+
+def tiny_run(tmp_path, monkeypatch):
+    """A run folder with a checkpoint, target-written conversations, and a loadable target folder."""
+    tokenizer = chat_tokenizer()
+    target = tiny_target(vocab_size=len(tokenizer))
+    target.tokenizer = tokenizer
+    folder = tmp_path / "target"
+    target.model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    rows = []
+    for word in ("hello", "why", "what is it", "yes", "no", "tell me"):
+        messages = [{"role": "user", "content": word}]
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        prompt = tokenizer(text, add_special_tokens=False)["input_ids"]
+        rows.append({"prompt_ids": prompt, "response_ids": plain_generate(target, prompt, 20).tokens})
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = tmp_path / "runs" / "one"
+    (run / "checkpoints").mkdir(parents=True)
+    config = RunConfig.from_parameters(target=str(folder), data=str(data), pack_length=128, held_out=3)
+    (run / "config.yaml").write_text(yaml.safe_dump(config.to_dict()))
+    drafter = random_drafter(target, block_size=4)
+    save_drafter(drafter, run / "checkpoints" / "step-00000002", str(folder))
+    (run / "checkpoints" / "step-00000009").mkdir()  # half-written
+    return run, data, drafter
+
+
+def test_command_on_a_run(tmp_path, monkeypatch, capsys):
+    run, data, _ = tiny_run(tmp_path, monkeypatch)
+    assert main(["evaluate", "--run", str(run), "--max-new-tokens", "10", "--limit", "2", "--device", "cpu"]) == 0
+    out = capsys.readouterr().out
+    assert "<|begin|>user\n" in out and "step-00000002" in out and "bonus token included" in out
+    saved = json.loads((run / "evaluation.json").read_text())
+    assert len(saved["prompts"]) == 2 and saved["exact"] == 2 and saved["lossless"] is True
+    assert len(saved["acceptance_by_slot"]) == 3 and len(saved["histogram"]) == 4 and saved["block_size"] == 4
+    assert set(saved["prompts"][0]) >= {"prompt", "chunks", "acceptance_length", "tokens", "target_calls", "seconds",
+                                        "plain_seconds", "exact"}
+    assert saved["held_out"]["blocks"] > 0 and saved["parity"]["agrees"] and saved["warnings"] == []
+    assert saved["parity"]["largest_gap"] == 0
+
+
+def test_command_on_a_drafter_with_prompts(tmp_path, monkeypatch, capsys):
+    run, data, _ = tiny_run(tmp_path, monkeypatch)
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("how are you\nand now\n")
+    out = tmp_path / "deep" / "out.json"
+    code = main(["evaluate", "--drafter", str(run / "checkpoints/step-00000002"), "--prompts", str(prompts), "--json",
+                 str(out), "--temperature", "0.7", "--max-new-tokens", "6", "--device", "cpu", "--no-plain"])
+    assert code == 0
+    saved = json.loads(out.read_text())
+    assert saved["temperature"] == 0.7 and saved["speedup"] is None and saved["held_out"] is None
+    assert "how are you" in saved["rendered_prompt"]
+
+
+def test_thinking_mismatch_reaches_the_summary(tmp_path, monkeypatch):
+    run, data, _ = tiny_run(tmp_path, monkeypatch)
+    tokenizer = chat_tokenizer()
+    rows = [json.loads(line) for line in data.read_text().splitlines()]
+    mark = tokenizer("<think>\n", add_special_tokens=False)["input_ids"]
+    data.write_text("".join(json.dumps(row | {"response_ids": mark + row["response_ids"]}) + "\n" for row in rows))
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("how are you\n")
+    summary = evaluate(EvaluateOptions(run=str(run), prompts=str(prompts), max_new_tokens=4, device="cpu",
+                                       parity_responses=0), say=lambda text: None)
+    assert len(summary["warnings"]) == 1 and "--thinking on" in summary["warnings"][0]
+    assert "WARNING" in table(summary)
+
+
+def test_refusals(tmp_path):
+    with pytest.raises(ConfigError, match="either a run folder"):
+        EvaluateOptions()
+    with pytest.raises(ConfigError, match="at least 1"):
+        EvaluateOptions(run="x", limit=0)
+    with pytest.raises(RunError, match="no finished checkpoint"):
+        latest_checkpoint(tmp_path)
+
+
+def test_numbers_that_json_cannot_hold(tmp_path):
+    path = write_evaluation({"a": float("nan"), "b": [float("inf"), 1.0], 3: (1, 2)}, tmp_path / "e.json")
+    assert json.loads(path.read_text()) == {"a": None, "b": [None, 1.0], "3": [1, 2]}
+
+
+def test_speculative_and_plain_share_a_clock():
+    target = tiny_target()
+    decoded = speculative_generate(target, random_drafter(target), [1, 2, 3], 8, eos_token_ids=[])
+    assert 0 < decoded.prefill_seconds < decoded.seconds
