@@ -56,7 +56,9 @@ def one_line(run: RunSeries) -> str:
 
 
 def total_steps(run: RunSeries) -> int | None:
-    """Planned number of steps, where the configuration names one."""
+    """Planned number of steps: from the newest `plan` record, else from the configuration."""
+    if isinstance(run.planned_steps, int):
+        return run.planned_steps
     for config in (run.config, run.config.get("training"), run.config.get("train")):
         if isinstance(config, dict) and isinstance(config.get("steps"), int) and config["steps"] > 0:
             return config["steps"]

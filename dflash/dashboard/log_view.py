@@ -34,7 +34,7 @@ def log_html(series: RunSeries, tail: int = TAIL) -> str:
     for record in records:
         worker = str(record.get("worker", "main"))
         colour, _ = style.series_style(workers.index(worker))
-        level = str(record.get("level") or "INFO")
+        level = str(record.get("level") or "INFO").upper()
         weight = "" if level in ("INFO", "DEBUG") else "font-weight:600;"
         clock = time.strftime("%H:%M:%S", time.localtime(record.get("t", 0)))
         rows.append(

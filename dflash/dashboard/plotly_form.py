@@ -63,7 +63,7 @@ def grid_figure(panels: Sequence[Panel], columns: int = 2, height: int = PANEL_H
     }
     data = []
     for index, panel in enumerate(panels):
-        box = _box(index, rows, columns, total)
+        box = _box(index, rows, columns, total, wide_labels=bool(panel.lanes))
         suffix = "" if index == 0 else str(index + 1)
         _add_axes(layout, panel, suffix, box, total)
         for trace in traces(panel):
@@ -77,13 +77,13 @@ def grid_figure(panels: Sequence[Panel], columns: int = 2, height: int = PANEL_H
     return go.Figure(data=data, layout=layout, skip_invalid=False)
 
 
-def _box(index: int, rows: int, columns: int, total: int) -> dict[str, tuple[float, float]]:
+def _box(index: int, rows: int, columns: int, total: int, wide_labels: bool) -> dict[str, tuple]:
     """Plot area of the index-th panel in paper coordinates, with room for title, legend and axis titles."""
     row, column = divmod(index, columns)
     width, tall = 1 / columns, 1 / rows
-    left, right = (0.075, 0.06) if columns > 1 else (0.07, 0.035)
-    x = (column * width + left * (0.9 if columns > 1 else 1), (column + 1) * width - right * 0.8)
+    left, right = (0.068, 0.048) if columns > 1 else (0.15 if wide_labels else 0.08, 0.035)
     top = 1 - row * tall
+    x = (column * width + left, (column + 1) * width - right)
     return {"x": x, "y": (top - tall + 52 / total, top - 50 / total)}
 
 

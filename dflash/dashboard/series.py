@@ -142,6 +142,7 @@ class RunSeries:
         self.last_eval: dict[str, Any] = {}
         self.first_eval: dict[str, Any] = {}
         self.best_eval: dict[str, Any] = {}
+        self.planned_steps: int | None = None
         self.control: str | None = None
         self.control_time: float | None = None
         self.skipped: dict[str, int] = {}
@@ -279,6 +280,9 @@ class RunSeries:
     def _on_fault(self, record: dict[str, Any], at: float) -> None:
         self.faults.append(record)
         del self.faults[:-50]
+
+    def _on_plan(self, record: dict[str, Any], at: float) -> None:
+        self.planned_steps = record.get("steps")
 
     def _on_control(self, record: dict[str, Any], at: float) -> None:
         self.control = record.get("state")

@@ -46,7 +46,7 @@ def duration(seconds: float | None) -> str:
         return f"{seconds:.0f} s"
     minutes, rest = divmod(int(round(seconds)), 60)
     if minutes < 60:
-        return f"{minutes} min {rest:02d} s"
+        return f"{minutes} min {rest:02d} s" if rest else f"{minutes} min"
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes:02d} min"
 

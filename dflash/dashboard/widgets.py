@@ -35,8 +35,9 @@ BUTTONS = (
 ARRAYS = frozenset(("x", "y", "z", "base", "zmax"))
 ANSWERS = {"pause": ("paused",), "resume": ("resumed",), "stop": ("stopping",)}
 
-# A FigureWidget measures itself before it is attached to the page, and takes 700 pixels. It does listen to the
-# window's resize event, so that is what it gets whenever its width is wrong. Replaced by the log on close.
+# A FigureWidget measures itself before it is attached to the page, and takes 700 pixels. It does listen to
+# the window's resize event, so that is what it gets whenever its width is wrong. Replaced by the log on
+# close.
 FIT_SCRIPT = """
 const timer = setInterval(() => {
   const plots = [...document.querySelectorAll('.jupyter-widgets .js-plotly-plot')];
