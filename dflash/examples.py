@@ -1,13 +1,13 @@
-"""Decoded examples of a run: `evaluation.json`, and the text coloured by what each target call brought.
+"""Decoded examples of a run: `evaluation.json` as text coloured by what each target call brought.
 
-The file's form (all lengths include the bonus token):
+The part of that file which is read here (evaluate.py writes it; all lengths include the bonus token):
 
-    {"acceptance_length": 1.6, "tokens": 960, "target_calls": 600, "seconds": 21.0,
-     "prompts": [{"prompt": "..", "chunks": [{"text": "The answer", "accepted": 1, "tokens": 2}, ...],
-                  "acceptance_length": 1.6, "tokens": 96, "target_calls": 60,
-                  "seconds": 2.1, "plain_seconds": 2.9}]}
+    {"acceptance_length": 1.6, "acceptance_interval": [1.5, 1.7], "speedup": 1.2, "exact": 8, "compared": 8,
+     "warnings": [], "prompts": [{"prompt": "..", "chunks": [{"text": "The answer", "accepted": 1}, ...],
+         "acceptance_length": 1.6, "tokens": 96, "target_calls": 60, "seconds": 2.1, "plain_seconds": 2.9}]}
 
-A chunk is what one target call brought: `accepted` draft tokens and the bonus token.
+A chunk is what one target call brought: `accepted` draft tokens and the bonus token. Only `prompts` with `prompt`
+and `chunks` must be there; the rest is shown where it is.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import html
 import json
 import os
-from collections.abc import Sequence
+import re
 from pathlib import Path
 from typing import Any
 
@@ -24,54 +24,6 @@ from .errors import DataError
 EVALUATION_NAME = "evaluation.json"
 # Light to strong: one token (nothing accepted) is left plain, so that what the drafter brought stands out.
 LEVELS = ("transparent", "#56B4E955", "#56B4E9AA", "#009E7388", "#009E73CC", "#E69F00AA", "#E69F00EE")
-
-
-def example(
-    prompt: str,
-    chunks: Sequence[Sequence[int]],
-    tokenizer: Any,
-    seconds: float,
-    plain_seconds: float | None = None,
-) -> dict[str, Any]:
-    """One prompt's entry from decoded chunks: `chunks[i]` holds the token ids that target call i brought."""
-    texts, ids, shown = [], [], ""
-    for chunk in chunks:  # decoded cumulatively: a token may only be readable together with its neighbour
-        ids += list(chunk)
-        text = tokenizer.decode(ids)
-        texts.append(text[len(shown) :] if text.startswith(shown) else tokenizer.decode(list(chunk)))
-        shown = text
-    tokens = sum(len(chunk) for chunk in chunks)
-    return {
-        "prompt": prompt,
-        "chunks": [
-            {"text": text, "accepted": max(0, len(chunk) - 1), "tokens": len(chunk)}
-            for text, chunk in zip(texts, chunks, strict=True)
-        ],
-        "acceptance_length": tokens / len(chunks) if chunks else None,
-        "tokens": tokens,
-        "target_calls": len(chunks),
-        "seconds": seconds,
-        "plain_seconds": plain_seconds,
-    }
-
-
-def write_evaluation(
-    run_path: str | os.PathLike[str], prompts: Sequence[dict[str, Any]], **fields: Any
-) -> Path:
-    """Write `evaluation.json` with the sums over `prompts`; `fields` are kept beside them."""
-    tokens = sum(entry["tokens"] for entry in prompts)
-    calls = sum(entry["target_calls"] for entry in prompts)
-    content = {
-        "acceptance_length": tokens / calls if calls else None,
-        "tokens": tokens,
-        "target_calls": calls,
-        "seconds": sum(entry["seconds"] for entry in prompts),
-        **fields,
-        "prompts": list(prompts),
-    }
-    path = Path(run_path) / EVALUATION_NAME
-    path.write_text(json.dumps(content, ensure_ascii=False, indent=1))
-    return path
 
 
 def read_evaluation(run_path: str | os.PathLike[str]) -> dict[str, Any] | None:
@@ -96,7 +48,9 @@ def examples_html(content: dict[str, Any], most: int = 6) -> str:
         f'border:1px solid #8884">{count}</span>'
         for count in range(1, min(widest, len(LEVELS)) + 1)
     )
-    parts = [f'<p class="legend">Tokens that one target call brought, bonus token included: {legend}</p>']
+    parts = [f'<p class="facts">{html.escape(_overall(content))}</p>'] if _overall(content) else []
+    parts += [f'<p class="findings bad"><b>{html.escape(str(text))}</b></p>' for text in content.get("warnings") or []]
+    parts.append(f'<p class="legend">Tokens that one target call brought, bonus token included: {legend}</p>')
     for entry in content["prompts"][:most]:
         text = "".join(
             f'<span title="{_tokens(chunk)} tokens, {chunk.get("accepted", 0)} drafted" '
@@ -105,7 +59,7 @@ def examples_html(content: dict[str, Any], most: int = 6) -> str:
             for chunk in entry["chunks"]
         )
         parts.append(
-            f'<div class="example"><p class="prompt">{html.escape(entry["prompt"])}</p>'
+            f'<div class="example"><p class="prompt">{html.escape(readable(entry["prompt"]))}</p>'
             f'<p class="answer" style="white-space:pre-wrap;line-height:1.75">{text}</p>'
             f'<p class="facts">{html.escape(_facts(entry))}</p></div>'
         )
@@ -113,6 +67,28 @@ def examples_html(content: dict[str, Any], most: int = 6) -> str:
     if left > 0:
         parts.append(f'<p class="facts">{left} more in {EVALUATION_NAME}.</p>')
     return "".join(parts)
+
+
+def readable(prompt: str) -> str:
+    """A rendered chat prompt without its template marks: what was asked, the system part left out."""
+    turns = re.split(r"<\|im_start\|>(\w+)\n", prompt)
+    if len(turns) >= 3:
+        asked = [text for role, text in zip(turns[1::2], turns[2::2], strict=True) if role == "user"]
+        prompt = asked[-1] if asked else prompt
+    return re.sub(r"<\|[^|>]{1,40}\|>", " ", prompt).strip()
+
+
+def _overall(content: dict[str, Any]) -> str:
+    facts = []
+    if content.get("acceptance_length") is not None:
+        spread = content.get("acceptance_interval")
+        between = f" (95% interval {spread[0]:.2f} to {spread[1]:.2f} over prompts)" if spread else ""
+        facts.append(f"acceptance length {content['acceptance_length']:.2f}, bonus token included{between}")
+    if content.get("speedup"):
+        facts.append(f"{content['speedup']:.2f} times as fast as plain decoding")
+    if content.get("compared"):
+        facts.append(f"{content.get('exact')} of {content['compared']} answers equal to plain greedy token for token")
+    return " · ".join(facts)
 
 
 def _facts(entry: dict[str, Any]) -> str:
