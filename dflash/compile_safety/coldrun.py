@@ -2,8 +2,9 @@
 
 This is the launch that the field log's run died in. Each thread has its own shapes, its own device where there are
 several, and runs forward (and, on CUDA, backward) of `flex_attention`, over and over until every thread has had its
-first call: early threads train while late ones still compile, as in a real launch. On CPU, where that has no
-backward, each thread also trains a small compiled layer. Every process has a time limit; a hang is a result.
+first call: early threads train while late ones still compile, as in a real launch. On CPU flex_attention has no
+backward, so every thread also runs a small compiled layer forward and backward. Each process has a time limit; a hang
+is a result.
 
 Checks inside a process: no exception; each thread's outputs (and gradients) equal, bit for bit, what the same
 function returns afterwards in the main thread alone; and agree with dense float32 attention.
@@ -137,13 +138,13 @@ def _launch(devices: list[str], threads: int, repeats: int, protect: bool, noise
             barrier.wait()
             while step < repeats or (len(first_calls) < threads and not state["errors"]):
                 start = time.perf_counter()
-                outputs[index] = _step(attention, compiled_layer, cases[index])
-                if step == 0:
-                    first_calls.add(index)
+                outputs[index] = _attend(attention, cases[index])
+                first_calls.add(index)
                 if len(state["timeline"]) < MAX_SPANS:
                     state["timeline"].append({"thread": index, "name": "first call" if step == 0 else "warm call",
                                               "start": start - begin, "seconds": time.perf_counter() - start})
                 step += 1
+            outputs[index] += _train(compiled_layer, cases[index])
         except Exception as error:
             state["errors"].append(f"thread {index}, step {step}: {type(error).__name__}: {str(error)[:600]}")
 
@@ -196,8 +197,8 @@ def _case(device, index: int) -> dict:
     }
 
 
-def _step(attention, layer, case: dict) -> list:
-    """One forward and backward; the tensors that have to be equal, on the host."""
+def _attend(attention, case: dict) -> list:
+    """Forward, and backward on CUDA; returns the tensors that have to be equal, on the host."""
     import torch
 
     from dflash.flex import build_block_mask
@@ -208,9 +209,14 @@ def _step(attention, layer, case: dict) -> list:
     result = [out]
     if q.requires_grad:
         result += torch.autograd.grad(out.square().sum(), (q, k, v))
-    else:
-        result += torch.autograd.grad(layer(case["x"], case["w"]), case["w"])
     return [tensor.detach().cpu() for tensor in result]
+
+
+def _train(layer, case: dict) -> list:
+    """Forward and backward of the small layer; its gradient, on the host."""
+    import torch
+
+    return [torch.autograd.grad(layer(case["x"], case["w"]), case["w"])[0].cpu()]
 
 
 def _compare(state: dict, attention, layer, cases: list[dict], outputs: list) -> None:
@@ -218,7 +224,7 @@ def _compare(state: dict, attention, layer, cases: list[dict], outputs: list) ->
     from torch.nn.functional import scaled_dot_product_attention
 
     for index, (case, threaded) in enumerate(zip(cases, outputs, strict=True)):
-        alone = _step(attention, layer, case)
+        alone = _attend(attention, case) + _train(layer, case)
         if not all(torch.equal(a, b) for a, b in zip(alone, threaded, strict=True)):
             state["mismatches"].append(f"thread {index}: outputs differ from the single-threaded ones")
         q, k, v = (case[name].detach().float().cpu() for name in "qkv")
