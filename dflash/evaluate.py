@@ -261,7 +261,8 @@ def add_parser(subparsers) -> None:
     p.add_argument("--limit", type=int, default=16, help="prompts to decode (16)")
     p.add_argument("--max-new-tokens", type=int, default=128, help="(128)")
     sampling = p.add_mutually_exclusive_group()
-    sampling.add_argument("--greedy", dest="temperature", action="store_const", const=0.0, help="the default")
+    sampling.add_argument("--greedy", dest="temperature", action="store_const", const=0.0, default=0.0,
+                          help="the default")
     sampling.add_argument("--temperature", type=float, default=0.0, help="above 0: sample")
     p.add_argument("--thinking", choices=("auto", "on", "off"), default="auto", help="enable_thinking of the template")
     p.add_argument("--device", default="auto")
