@@ -49,6 +49,7 @@ class DataOptions:
     pack_length: int = 1024  # T, tokens of one pack
     max_conversations: int | None = None  # read at most this many; None: all
     held_out: int = 24  # conversations kept for evaluation, chosen by prompt
+    held_out_data: str | None = None  # take them from this file instead; None: from `data`
 
     def __post_init__(self) -> None:
         _require(self.pack_length >= 16, f"pack_length must be at least 16 tokens, got {self.pack_length}")

@@ -16,12 +16,12 @@ from dflash.model import DFlashDrafter
 
 
 @torch.no_grad()
-def warm_start(drafter: DFlashDrafter, target_layers: nn.ModuleList, final_norm: Tensor, norm_offset: float = 0.0) -> list[int]:
+def warm_start(drafter: DFlashDrafter, target_layers: nn.ModuleList, final_norm: nn.Module) -> list[int]:
     """Copy the last L layers of a dense Llama- or Qwen3-style target into the drafter's L layers.
 
     Args:
-        target_layers: the target's decoder layers. final_norm: [H], weight of its final norm.
-        norm_offset: 1.0 where the target scales by (1 + weight).
+        target_layers: the target's decoder layers. final_norm: its final norm. Norms are read by what they do, so
+            those that scale by (1 + weight) are copied as well.
 
     Returns: the ids of the copied layers.
 
@@ -32,8 +32,8 @@ def warm_start(drafter: DFlashDrafter, target_layers: nn.ModuleList, final_norm:
         raise ConfigError(f"warm start needs {count} target layers, the target has {len(target_layers)}")
     chosen = list(range(len(target_layers) - count, len(target_layers)))
     for layer, index in zip(drafter.layers, chosen, strict=True):
-        _copy_layer(layer, target_layers[index], index, norm_offset)
-    drafter.norm.weight.copy_(final_norm.float() + norm_offset)
+        _copy_layer(layer, target_layers[index], index)
+    drafter.norm.weight.copy_(_scale(final_norm, drafter.config.hidden_size))
     drafter.hidden_norm.weight.fill_(1.0)
     h = drafter.config.hidden_size
     drafter.fc.weight.zero_()
@@ -42,17 +42,17 @@ def warm_start(drafter: DFlashDrafter, target_layers: nn.ModuleList, final_norm:
     return chosen
 
 
-def _copy_layer(layer: nn.Module, source: nn.Module, index: int, norm_offset: float) -> None:
+def _copy_layer(layer: nn.Module, source: nn.Module, index: int) -> None:
     attention = getattr(source, "self_attn", None)
     if attention is None or not hasattr(source, "mlp") or not hasattr(source.mlp, "gate_proj"):
         raise ConfigError(
             f"target layer {index} ({type(source).__name__}) is not a dense attention layer; use warm_start=False"
         )
-    entry = source.input_layernorm.weight.float() + norm_offset  # folded into q, k and v
-    post = source.post_attention_layernorm.weight.float() + norm_offset
-    layer.input_layernorm.weight.fill_(1.0)
-    layer.post_attention_layernorm.weight.copy_(post)
     ours = layer.self_attn
+    size = layer.input_layernorm.weight.numel()
+    entry = _scale(source.input_layernorm, size)  # folded into q, k and v
+    layer.input_layernorm.weight.fill_(1.0)
+    layer.post_attention_layernorm.weight.copy_(_scale(source.post_attention_layernorm, size))
     for name in ("q_proj", "k_proj", "v_proj"):
         _assign(getattr(ours, name).weight, getattr(attention, name).weight.float() * entry, f"layer {index} {name}")
     _assign(ours.o_proj.weight, attention.o_proj.weight, f"layer {index} o_proj")
@@ -60,11 +60,17 @@ def _copy_layer(layer: nn.Module, source: nn.Module, index: int, norm_offset: fl
         theirs = getattr(attention, name, None)
         norm = getattr(ours, name)
         if theirs is not None:
-            norm.weight.copy_(theirs.weight.float() + norm_offset)
+            norm.weight.copy_(_scale(theirs, ours.config.head_dim))
         else:  # root mean square of a projection of a unit-variance input
             norm.weight.fill_(projection.weight.float().square().sum(-1).mean().sqrt())
     for name in ("gate_proj", "up_proj", "down_proj"):
         _assign(layer.mlp[name].weight, getattr(source.mlp, name).weight, f"layer {index} {name}")
+
+
+def _scale(norm: nn.Module, size: int) -> Tensor:
+    """What an RMS norm multiplies each feature by, [size] float32: its output for a constant input."""
+    weight = next(norm.parameters())
+    return norm(torch.full((1, size), 100.0, device=weight.device, dtype=weight.dtype))[0].float()
 
 
 def _assign(ours: Tensor, theirs: Tensor, name: str) -> None:
