@@ -1,0 +1,99 @@
+"""A notebook's parameters cell, read without running it: names, declared types, defaults, help.
+
+papermill warns about an unknown parameter and goes on with the default, and delivers `5_6` as 56 and `false` as a
+true string. Here a wrong name or type is an error before anything runs.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import nbformat
+
+from .errors import ConfigError
+from .run_config import coerce
+
+TYPES = {"int": int, "float": float, "str": str, "bool": bool, "list": list, "dict": dict, "tuple": tuple}
+TAG = "parameters"
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One line of the parameters cell: `name: annotation = default  # help`."""
+
+    name: str
+    annotation: str
+    default: Any
+    help: str
+
+    def coerce(self, value: Any) -> Any:
+        """`value` as the declared type; ConfigError naming the parameter otherwise."""
+        if not self.annotation:
+            return value
+        try:
+            declared = eval(self.annotation, {"__builtins__": {}}, TYPES)  # the notebook's own line
+        except Exception:
+            return value
+        if declared in (list, dict, tuple):
+            if isinstance(value, declared):
+                return value
+            hint = f"pass it with -y '{self.name}: ...'"
+            raise ConfigError(f"{self.name} must be a {self.annotation}, got {value!r}; {hint}")
+        if isinstance(value, list) and "list" in self.annotation:
+            return value
+        return coerce(self.name, value, declared)
+
+
+def declared_parameters(notebook: nbformat.NotebookNode) -> dict[str, Parameter]:
+    """The parameters of a notebook in their order; empty when no cell is tagged. ConfigError for a broken cell."""
+    cell = next(
+        (c for c in notebook.cells if c.cell_type == "code" and TAG in c.metadata.get("tags", [])), None
+    )
+    if cell is None:
+        return {}
+    try:
+        body = ast.parse(cell.source).body
+    except SyntaxError as error:
+        raise ConfigError(f"the parameters cell is not Python: line {error.lineno}: {error.msg}") from error
+    lines = cell.source.splitlines()
+    found = {}
+    for node in body:
+        if not isinstance(node, (ast.AnnAssign, ast.Assign)) or node.value is None:
+            continue
+        target = node.target if isinstance(node, ast.AnnAssign) else node.targets[0]
+        if not isinstance(target, ast.Name):
+            continue
+        try:
+            default = ast.literal_eval(node.value)
+        except ValueError:
+            continue
+        annotation = ast.unparse(node.annotation) if isinstance(node, ast.AnnAssign) else ""
+        _, _, comment = lines[node.end_lineno - 1][node.end_col_offset :].partition("#")
+        found[target.id] = Parameter(target.id, annotation, default, comment.strip())
+    return found
+
+
+def check_parameters(declared: Mapping[str, Parameter], given: Mapping[str, Any]) -> dict[str, Any]:
+    """`given` with the declared types. ConfigError for an unknown name (with the nearest one) or a wrong value."""
+    checked = {}
+    for name, value in given.items():
+        if name not in declared:
+            near = difflib.get_close_matches(name, declared, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]}? " if near else ""
+            known = ", ".join(declared) or "none (it has no cell tagged 'parameters')"
+            raise ConfigError(f"the notebook has no parameter {name!r}; {hint}Its parameters: {known}")
+        checked[name] = declared[name].coerce(value)
+    return checked
+
+
+def help_text(declared: Mapping[str, Parameter]) -> str:
+    """One line a parameter."""
+    width = max((len(name) for name in declared), default=0)
+    return "\n".join(
+        f"  {p.name:<{width}}  {p.annotation or 'any'} = {p.default!r}{'  ' + p.help if p.help else ''}"
+        for p in declared.values()
+    )
