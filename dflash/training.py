@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
+from dflash.attention import default_backend
+from dflash.compile_safety import WarmupJob
 from dflash.errors import DFlashError
 from dflash.model import DFlashDrafter
 from dflash.optim import MasterAdamW, learning_rate
@@ -53,8 +55,14 @@ class Replica:
     def accumulate(self, item: WorkItem, features: Features, denominator: float) -> Tensor:
         """Forward and backward of one item; its gradient joins the float32 ones. Returns the metric sums, see
         `metric_sums`."""
+        loss, metrics = self._loss(item, features, denominator)
+        loss.backward()
+        self.optimizer.accumulate()
+        return metric_sums(metrics)
+
+    def _loss(self, item: WorkItem, features: Features, denominator: float) -> tuple[Tensor, dict[str, Tensor]]:
         pack, device = item.pack, self.device
-        loss, metrics = self.drafter(
+        return self.drafter(
             all_hidden_states=features.all_hidden_states.to(device, non_blocking=True),
             verifier_last_hidden=features.verifier_last_hidden.to(device, non_blocking=True),
             input_ids=pack.input_ids[None].to(device, non_blocking=True),
@@ -67,9 +75,12 @@ class Replica:
             anchors=item.anchors,
             denominator=denominator,
         )
+
+    def rehearse(self, item: WorkItem, features: Features) -> float:
+        """Forward and backward of a real item, whose gradients are dropped: what warmup compiles."""
+        loss = self._loss(item, features, item.weight or 1.0)[0]
         loss.backward()
-        self.optimizer.accumulate()
-        return metric_sums(metrics)
+        return float(loss.detach())
 
     def apply(self, lr: float, plan: StepPlan) -> Tensor:
         """Optimizer step; none where the plan supervises nothing. Returns [gradient norm, 1.0 if every weight is
@@ -113,8 +124,14 @@ class Engine(Protocol):
 
     replica: Replica
 
+    def warmup_jobs(self, plan: StepPlan) -> list[WarmupJob]:
+        """What has to be compiled before the first step: one job for each replica, on the plan's real shapes."""
+
+    def load_optimizer(self, state: dict) -> None:
+        """Put every replica's weights and moments back to a checkpoint's."""
+
     def start(self, first_step: int) -> None:
-        """Get ready to run steps from `first_step` on (warm up, start workers)."""
+        """Start workers; steps will be asked for in order from `first_step` on."""
 
     def step(self, plan: StepPlan, lr: float) -> Tensor:
         """Run one step. Returns `metric_sums` of all items followed by what `Replica.apply` gives, on any device."""
@@ -123,12 +140,29 @@ class Engine(Protocol):
         """Stop workers and free what the engine made; called on every way out."""
 
 
+def warmup_jobs(replicas: list[Replica], example: Callable[[], tuple[WorkItem, Features]]) -> list[WarmupJob]:
+    """One warmup job for each replica whose attention is compiled; none on a device that runs nothing compiled."""
+    return [
+        WarmupJob(device=replica.device, step=lambda r=replica: r.rehearse(*example()), modules=[replica.drafter],
+                  generators=[replica.drafter.anchor_generator], name=f"drafter[{i}]")
+        for i, replica in enumerate(replicas)
+        if (replica.drafter.attention_backend or default_backend(replica.device)) == "flex"
+    ]
+
+
 class SerialEngine:
     """All items of a step one after another on one device. The reference for every other engine."""
 
     def __init__(self, replica: Replica, source: FeatureSource):
         self.replica = replica
         self.source = source
+
+    def warmup_jobs(self, plan: StepPlan) -> list[WarmupJob]:
+        item = plan.items[0]
+        return warmup_jobs([self.replica], lambda: (item, self.source.get(item.pack)))
+
+    def load_optimizer(self, state: dict) -> None:
+        self.replica.optimizer.load_state_dict(state)
 
     def start(self, first_step: int) -> None:
         pass
@@ -185,7 +219,7 @@ class Trainer:
         self.engine, self.planner, self.options = engine, planner, options
         self.run, self.control = run, control
         self._evaluate, self._save, self._beat = evaluate, save, beat
-        self.total = options.steps
+        self.total = options.steps  # planned steps; `max_minutes` may lower it
         self.skipped = 0
         self.acceptance: float | None = None
         self._pending: deque[tuple[StepPlan, float, _Readback]] = deque()
@@ -205,7 +239,7 @@ class Trainer:
             self._pending.append((plan, lr, _Readback(self.engine.step(plan, lr))))
             self._record(keep=1 if self.engine.replica.device.type == "cuda" else 0)
             self._beat()
-            if step - first_step + 1 == _TIMED_STEPS:
+            if step == _TIMED_STEPS and first_step == 1:
                 self._fit_minutes(step, time.perf_counter() - began)
             if step % self.options.eval_every == 0 or step == self.total:
                 self.evaluate(step)
@@ -218,6 +252,12 @@ class Trainer:
         self._record(keep=0)
         self.save(step)
         return Outcome(status, step, self.skipped, self.acceptance)
+
+    def state_dict(self) -> dict:
+        return {"total": self.total, "skipped": self.skipped, "acceptance": self.acceptance}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.total, self.skipped, self.acceptance = state["total"], state["skipped"], state["acceptance"]
 
     def evaluate(self, step: int) -> None:
         """Held-out acceptance length, as an `eval` record."""

@@ -1,0 +1,123 @@
+"""One training run from settings to final checkpoint, with its record, its protection and its way out.
+
+    config = RunConfig.from_parameters(...)
+    run = start_run(config)                 # refuses what cannot work; makes runs/<id>/
+    outcome = train_run(run, config)        # the same from a notebook cell, a terminal or a test
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+from dflash.acceptance import evaluate_acceptance
+from dflash.checkpoint import latest_checkpoint, load_trainer_state, save_checkpoint
+from dflash.compile_safety import protected
+from dflash.control import RunControl
+from dflash.errors import RunError
+from dflash.job import Job, capture_features, prepare, prepare_data
+from dflash.run_config import RunConfig
+from dflash.telemetry import DeviceSampler, Run
+from dflash.topology import Topology, decide
+from dflash.training import Engine, Outcome, Replica, SerialEngine, Trainer
+
+
+def start_run(config: RunConfig, root: str | Path = "runs", run_id: str | None = None, sinks=()) -> Run:
+    """Make the run folder after the cheap checks: devices exist, the data can be read, the mask token is free.
+
+    Raises: ConfigError, DataError, TargetError or RunError, before anything is loaded or written.
+    """
+    decide(config.runtime)
+    prepare_data(config)
+    return Run.create(root, config.to_dict(), run_id, sinks)
+
+
+def train_run(run: Run, config: RunConfig, control: RunControl | None = None, *, resume: bool = False,
+              say: Callable[[str], None] | None = None) -> Outcome:
+    """Train to the end, a stop, or an error; the run's record ends with what happened.
+
+    Args:
+        control: pause, stop, checkpoint and evaluate requests; None makes one on the run's folder.
+        resume: go on from the run's newest complete checkpoint.
+        say: also gets each line of progress (the run's log always does).
+
+    Ctrl-C ends the run in good order with a checkpoint. Any other error is recorded and raised.
+    """
+    began = time.perf_counter()
+    control = control or RunControl(run.path, run.metrics)
+
+    def log(line: str) -> None:
+        run.metrics.write("log", worker="main", level="info", message=line)
+        if say is not None:
+            say(line)
+
+    try:
+        outcome = _train(run, config, control, resume, log)
+    except BaseException as error:
+        run.fault(error, step=None)
+        run.end("failed", message=f"{type(error).__name__}: {error}", seconds=time.perf_counter() - began)
+        raise
+    log(f"{outcome.status} after step {outcome.step}, {outcome.skipped_steps} steps skipped")
+    run.end(outcome.status, step=outcome.step, acceptance_length=outcome.acceptance_length,
+            seconds=time.perf_counter() - began, skipped_steps=outcome.skipped_steps)
+    return outcome
+
+
+def _train(run: Run, config: RunConfig, control: RunControl, resume: bool, log: Callable[[str], None]) -> Outcome:
+    topology = decide(config.runtime)
+    for line in topology.table().splitlines():
+        log(line)
+    devices = sorted({str(d) for d in (*topology.drafters, *(d for t in topology.targets for d in t))})
+    with ExitStack() as stack:
+        stack.enter_context(DeviceSampler(run.metrics, devices))
+        job = prepare(config, drafter_device=topology.drafters[0], target_device=topology.targets[0][0], say=log,
+                      data=prepare_data(config))
+        for line in job.data.report.table().splitlines():
+            log(line)
+        state = load_trainer_state(latest_checkpoint(run.path)) if resume else None
+        capture_features(job, log)
+        engine = build_engine(job, topology, run)
+        stack.callback(engine.close)
+        first_step = 1
+        if state is not None:
+            engine.load_optimizer(state["optimizer"])
+            first_step = state["step"] + 1
+            log(f"resuming after step {state['step']}")
+        protection = stack.enter_context(
+            protected(engine.warmup_jobs(job.planner.step(first_step)) if config.runtime.protect else (),
+                      run_dir=run.path, step_timeout=config.runtime.watchdog_seconds)
+        )
+        for done in protection.warmup.devices if protection.warmup else ():
+            run.metrics.write("warmup", device=done.device, seconds=done.seconds, graphs=done.graphs, peak=done.peak_bytes)
+        trainer = Trainer(
+            engine, job.planner, config.train, run, control, beat=protection.beat,
+            evaluate=(lambda: evaluate_acceptance(job.drafter, job.source, job.data.held_out_packs))
+            if job.data.held_out_packs else None,
+            save=lambda step: save_checkpoint(
+                run.path, step, engine.replica.drafter, config.target.target,
+                {"optimizer": engine.replica.optimizer.state_dict(), "trainer": trainer.state_dict()},
+                keep=config.train.keep_checkpoints),
+        )
+        if state is not None:
+            trainer.load_state_dict(state["trainer"])
+        return trainer.train(first_step)
+
+
+def build_engine(job: Job, topology: Topology, run: Run) -> Engine:
+    """The serial engine where one device does everything, else workers on their own devices."""
+    if topology.shared and len(topology.drafters) == 1:
+        return SerialEngine(Replica(job.drafter, job.config.train), job.source)
+    from dflash.runner.threads import ThreadsEngine
+
+    return ThreadsEngine(job, topology, run)
+
+
+def run_folder(path: str | Path) -> Path:
+    """A run folder by path or by id under runs/. Raises RunError naming the runs there are."""
+    for candidate in (Path(path), Path("runs") / path):
+        if (candidate / "config.yaml").exists():
+            return candidate
+    there = sorted(p.parent.name for p in Path("runs").glob("*/config.yaml"))
+    raise RunError(f"no run at {path}; there are: {', '.join(there) or 'none'}")
