@@ -80,18 +80,19 @@ class CachedFeatures:
         dtype: what is stored, bfloat16 by default (half the size of float32).
         keep_last_hidden: False when only hard labels are used: a sixth less to keep with 5 layers, and
             `verifier_last_hidden` is then all zeros.
-        device: where features are returned; None leaves them on the CPU.
+        device: where features are returned; None leaves them where they are kept.
+        storage: where rows are kept in memory ("cpu", or the drafter's GPU where that has the room).
     """
 
     def __init__(self, target: Target, max_bytes: int, directory: str | Path | None = None,
                  dtype: torch.dtype = torch.bfloat16, keep_last_hidden: bool = True,
-                 device: torch.device | str | None = None):
+                 device: torch.device | str | None = None, storage: torch.device | str = "cpu"):
         if max_bytes < 0:
             raise ConfigError(f"feature cache bound is {max_bytes} bytes; wanted 0 or more")
         self.target, self.max_bytes, self.dtype = target, max_bytes, dtype
         self.keep_last_hidden, self.device = keep_last_hidden, device
         self.stats = CacheStats()
-        self._online = OnlineFeatures(target, dtype, "cpu")
+        self._online = OnlineFeatures(target, dtype, "cpu" if directory is not None else storage)
         self._lock = threading.Lock()
         self._memory: dict[str, Tensor] = {}
         self._folder: Path | None = None
@@ -173,7 +174,7 @@ class CachedFeatures:
             raise TargetError(f"cached features have shape {tuple(rows.shape)}; wanted "
                               f"({pack.num_tokens}, {width + self.keep_last_hidden * hidden}) for pack "
                               f"{pack.pack_id}: delete {self._folder or 'the cache'}")
-        rows = rows.to(self.device or "cpu")
+        rows = rows.to(self.device or rows.device)
         features = rows.new_zeros(1, total, width)
         features[0, : pack.num_tokens] = rows[:, :width]
         if not self.keep_last_hidden:

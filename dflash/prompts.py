@@ -6,9 +6,10 @@ They are the questions that a target answers to make training text (`python -m d
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
+
+from dflash.data.reading import iter_rows, messages_of
 
 TEMPLATES = (
     "Explain what {} is.",
@@ -147,10 +148,8 @@ def make_prompts(exclude: Iterable[str] = (), limit: int | None = None) -> list[
 
 
 def prompts_in(path: str | Path) -> set[str]:
-    """The first user message of every conversation in a `messages` JSONL file."""
+    """The first user message of every conversation in a data file (any kind that `dflash.data` reads)."""
     found = set()
-    with open(path, encoding="utf-8") as lines:
-        for line in lines:
-            if line.strip():
-                found.update([m["content"] for m in json.loads(line)["messages"] if m["role"] == "user"][:1])
+    for _, row in iter_rows(path):
+        found.update([message["content"] for message in messages_of(row) if message["role"] == "user"][:1])
     return found

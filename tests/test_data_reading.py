@@ -69,6 +69,9 @@ def test_parquet_arrow_gzip_json_and_folders_give_the_rows_of_the_jsonl(tmp_path
         write(tmp_path / "parts" / f"{number}.jsonl", [row])
     for name in ("a.parquet", "a.jsonl.gz", "a.json", "one", "dict", "parts"):
         assert [item.input_ids for item in load(tmp_path / name)[0]] == wanted, name
+    both = [tmp_path / "a.jsonl", tmp_path / "parts"]
+    for several in (both, ",".join(map(str, both))):
+        assert [item.input_ids for item in load(several)[0]] == wanted * 2
     with pytest.raises(DataError, match="no split 'test'; it has train"):
         load(tmp_path / "dict", split="test")
 

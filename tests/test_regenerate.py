@@ -230,6 +230,9 @@ def test_our_prompts_are_many_distinct_and_new():
     assert not known & set(prompts)
     assert prompts == make_prompts(known) and make_prompts(known, 7) == prompts[:7]
     assert len(topics()) == len(set(topics())) and all(topic.strip() == topic and topic for topic in topics())
+    written = ROOT / "data" / "smollm2_greedy.parquet"
+    if written.exists():
+        assert prompts_in(written) == set(prompts)  # what the file's README says
     first = prompts[: len(TEMPLATES)]
     assert len({prompt.split()[0] + prompt.split()[-1] for prompt in first}) == len(first)  # topics differ too
 

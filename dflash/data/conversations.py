@@ -21,7 +21,7 @@ _ID_CHECKS = 16  # rows whose ids are compared with their text
 
 
 def iter_conversations(
-    path: str | Path,
+    path: str | Path | list,
     tokenizer,
     max_length: int,
     report: DataReport,
@@ -76,9 +76,9 @@ def iter_conversations(
 
 
 def load_conversations(
-    path: str | Path, tokenizer, max_length: int, *, cache_dir: str | Path | None = None, **options
+    path: str | Path | list, tokenizer, max_length: int, *, cache_dir: str | Path | None = None, **options
 ) -> tuple[list[Conversation], DataReport]:
-    """All usable conversations of a file or folder, and the report.
+    """All usable conversations of a file, a folder or a list of them (also comma-separated), and the report.
 
     With `cache_dir`, prepared ids are kept there under a key of everything that changes them, and read back
     the next time. Raises DataError for a broken line (named), an empty file, or one without any usable
@@ -195,7 +195,7 @@ def tokenizer_fingerprint(tokenizer) -> str:
     return hashlib.sha256((body + special).encode()).hexdigest()[:20]
 
 
-def cache_key(path: str | Path, tokenizer, max_length: int, **options) -> str:
+def cache_key(path: str | Path | list, tokenizer, max_length: int, **options) -> str:
     """Hash of everything that changes the ids: file contents, tokenizer, template, length, options."""
     digest = hashlib.sha256()
     for file in data_files(path, options.get("split", "train")):

@@ -35,12 +35,15 @@ class UnusableRow(Exception):
     """A readable row that no training conversation can be made of; its text is the reason that is counted."""
 
 
-def data_files(path: str | Path, split: str = "train") -> list[Path]:
-    """The files that `path` stands for, in a fixed order.
+def data_files(path: str | Path | list, split: str = "train") -> list[Path]:
+    """The files that `path` stands for, in a fixed order; several paths as a list or with commas between.
 
-    A folder may hold data files, be written by `datasets` (`save_to_disk`), or hold one such folder per
-    split.
+    A folder may hold data files, be written by `datasets` (`save_to_disk`), or hold one such folder per split.
     """
+    if isinstance(path, str) and "," in path and not Path(path).exists():
+        path = [part.strip() for part in path.split(",") if part.strip()]
+    if isinstance(path, list | tuple):
+        return [file for part in path for file in data_files(part, split)]
     path = Path(path).expanduser()
     if not path.exists():
         raise DataError(f"data file {path} does not exist")
@@ -67,7 +70,7 @@ def data_files(path: str | Path, split: str = "train") -> list[Path]:
     return files
 
 
-def iter_rows(path: str | Path, split: str = "train") -> Iterator[tuple[str, dict]]:
+def iter_rows(path: str | Path | list, split: str = "train") -> Iterator[tuple[str, dict]]:
     """Yield `(place, row)`; a broken line stops with its number."""
     for file in data_files(path, split):
         if file.suffix == ".parquet":
