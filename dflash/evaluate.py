@@ -18,15 +18,19 @@ from typing import Any
 import torch
 
 from dflash.acceptance import evaluate_acceptance, summarize, walk_packs
-from dflash.data import ChatRenderer, Conversation, Pack, load_conversations, make_packs, split_held_out
+from dflash.checkpoint import latest_checkpoint
+from dflash.data import ChatRenderer, Conversation, Pack, load_conversations, make_packs
 from dflash.drafter_io import SETTINGS, load_drafter, read_settings
-from dflash.errors import ConfigError, RunError
+from dflash.errors import ConfigError
 from dflash.evaluation import Prompt, compare_modes, evaluate_prompts, summarize_prompts, thinking_mode
 from dflash.features import OnlineFeatures
+from dflash.job import prepare_data
 from dflash.model import DFlashDrafter
 from dflash.parity import parity_check
 from dflash.run_config import RunConfig
 from dflash.target import Target, load_target
+
+_MAX_LENGTH = 4096  # tokens of a conversation that is read outside a run
 
 __all__ = ["EvaluateOptions", "evaluate", "evaluate_acceptance", "summarize", "walk_packs"]
 
@@ -63,26 +67,24 @@ class EvaluateOptions:
             raise ConfigError(f"thinking must be auto, on or off, got {self.thinking!r}")
 
 
-def latest_checkpoint(run: str | Path) -> Path:
-    """The newest complete drafter of a run folder (or the folder itself when it is one)."""
-    run = Path(run)
-    if (run / SETTINGS).is_file():
-        return run
-    folders = sorted((run / "checkpoints").glob("step-*"), reverse=True)
-    for folder in folders:
-        if (folder / SETTINGS).is_file():
-            return folder
-    raise RunError(f"{run} has no finished checkpoint (checkpoints/step-*/{SETTINGS}); train it, or name --drafter")
+def drafter_folder(options: EvaluateOptions) -> Path:
+    """Where the drafter lies: the folder named, or the newest complete checkpoint of the run."""
+    if options.drafter is not None:
+        return Path(options.drafter)
+    run = Path(options.run)
+    return run if (run / SETTINGS).is_file() else latest_checkpoint(run)
 
 
 def evaluate(options: EvaluateOptions, say=print) -> dict[str, Any]:
     """Run the whole evaluation; see the module's words. Returns what `evaluation.json` holds."""
     config = RunConfig.load(Path(options.run) / "config.yaml") if options.run else None
-    folder = latest_checkpoint(options.run) if options.run else Path(options.drafter)
+    folder = drafter_folder(options)
     settings = drafter_layout(folder)
     device = options.device if options.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     dtype = getattr(torch, options.dtype)
     name = options.target or (config.target.target if config else None) or settings["target"]
+    if name is None:
+        raise ConfigError(f"{folder} does not say which target it belongs to; name it with --target")
     target = load_target(name, device, dtype, list(settings["target_layer_ids"]))
     drafter = open_drafter(folder, target, dtype)
     held_out = _held_out(options, config, target)
@@ -140,21 +142,15 @@ def held_out_packs(conversations: Sequence[Conversation]) -> list[Pack]:
 
 
 def _held_out(options: EvaluateOptions, config: RunConfig | None, target: Target) -> list[Conversation]:
-    """The run's held-out conversations, chosen as training chose them."""
-    data = options.data or (config.data.data if config else None)
-    if data is None or not Path(data).exists():
-        if options.data or (config and not options.prompts):
-            raise ConfigError(f"the conversations {data} are not there; name them with --data, or give --prompts")
+    """The run's held-out conversations, chosen as training chose them; or those of `data`."""
+    if config is None or options.data:
+        if options.data is None:
+            return []
+        conversations, _ = load_conversations(options.data, target.tokenizer, _MAX_LENGTH)
+        return conversations[: options.limit]
+    if options.prompts and not Path(config.data.data).exists():
         return []
-    length = config.data.pack_length if config else 4096
-    limit = config.data.held_out if config else options.limit
-    conversations, _ = load_conversations(data, target.tokenizer, length)
-    if config and config.data.max_conversations:
-        conversations = conversations[: config.data.max_conversations]
-    if not config or limit == 0:
-        return conversations[:limit]
-    share = min(0.9, limit / len(conversations))
-    return split_held_out(conversations, share, config.train.seed)[1]
+    return prepare_data(config).held_out
 
 
 def _prompts(options: EvaluateOptions, target: Target, held_out: Sequence[Conversation]) -> list[Prompt]:

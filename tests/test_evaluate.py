@@ -11,10 +11,10 @@ from tiny_models import random_drafter, tiny_target
 
 from dflash import evaluation
 from dflash.__main__ import main
+from dflash.checkpoint import save_checkpoint
 from dflash.decoding import GreedyRule, plain_generate, speculative_generate
-from dflash.drafter_io import save_drafter
 from dflash.errors import ConfigError, RunError
-from dflash.evaluate import EvaluateOptions, evaluate, latest_checkpoint, table, write_evaluation
+from dflash.evaluate import EvaluateOptions, drafter_folder, evaluate, table, write_evaluation
 from dflash.evaluation import (
     Prompt,
     bootstrap_interval,
@@ -157,7 +157,7 @@ def tiny_run(tmp_path, monkeypatch):
     config = RunConfig.from_parameters(target=str(folder), data=str(data), pack_length=128, held_out=3)
     (run / "config.yaml").write_text(yaml.safe_dump(config.to_dict()))
     drafter = random_drafter(target, block_size=4)
-    save_drafter(drafter, run / "checkpoints" / "step-00000002", str(folder))
+    save_checkpoint(run, 2, drafter, str(folder), {})
     (run / "checkpoints" / "step-00000009").mkdir()  # half-written
     return run, data, drafter
 
@@ -208,8 +208,8 @@ def test_refusals(tmp_path):
         EvaluateOptions()
     with pytest.raises(ConfigError, match="at least 1"):
         EvaluateOptions(run="x", limit=0)
-    with pytest.raises(RunError, match="no finished checkpoint"):
-        latest_checkpoint(tmp_path)
+    with pytest.raises(RunError, match="no complete checkpoint"):
+        drafter_folder(EvaluateOptions(run=str(tmp_path)))
 
 
 def test_numbers_that_json_cannot_hold(tmp_path):
