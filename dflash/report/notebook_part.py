@@ -1,7 +1,8 @@
 """The executed notebook: what happened to it, and its cells as HTML.
 
-papermill leaves a killed kernel's notebook looking green: every cell "completed", no error, no exception. The
-one trace is a code cell that was reached and has no execution count; `verdict` looks for it.
+papermill leaves a killed kernel's notebook looking green: every cell "completed", no error, no exception. What
+is missing is the kernel's reply to the cell it died in (nbclient notes each reply's time), and the execution count
+of the cells after it; `verdict` looks for both.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ def verdict(notebook: nbformat.NotebookNode) -> Verdict:
     if not any(cell.get("execution_count") for _, cell in cells):
         return Verdict("not run")
     for index, cell in cells:
-        if cell.get("execution_count") is None:
+        times = cell.metadata.get("execution") or {}
+        unanswered = bool(times) and "shell.execute_reply" not in times
+        if unanswered or cell.get("execution_count") is None:
             return Verdict("killed", index, cell.source, "the kernel ended while this cell ran")
     return Verdict("ok")
 

@@ -168,7 +168,8 @@ def findings(series: RunSeries, status: str, dropped: int = 0) -> list[Finding]:
             )
         )
     if series.not_finite:
-        found.append(Finding("bad", f"The loss was not finite in {series.not_finite} steps."))
+        count = series.not_finite
+        found.append(Finding("bad", f"The loss was not finite in {count} step{'s' if count > 1 else ''}."))
     found += _skips(series) + _curves(series) + _devices(series)
     order = {"bad": 0, "odd": 1, "note": 2}
     return sorted(found, key=lambda finding: order[finding.level])

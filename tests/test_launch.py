@@ -1,0 +1,151 @@
+"""`python -m dflash run`: parameters checked first, honest exit codes, a report whatever happens."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import nbformat
+import pytest
+from notebook_factory import outputs, write_notebook
+from synthetic_run import write_run
+
+from dflash.__main__ import main as command_line
+from dflash.errors import ConfigError, RunError
+from dflash.launch import CELL_FAILED, INTERRUPTED, KILLED, OK, parameters_from, run_notebook
+from dflash.parameters import check_parameters, declared_parameters, help_text
+from dflash.telemetry import read_metrics
+
+ROOT = str(Path(__file__).parent.parent)
+PARAMETERS = """\
+gpus: str | int | list | None = None  # drafter GPUs, for example "5,6,7"
+steps: int = 10  # training steps
+lr: float = 1e-3  # learning rate
+soft: bool = False  # soft labels
+run_id: str = ''  # folder under runs/
+"""
+
+
+@pytest.fixture
+def notebook(tmp_path):
+    return write_notebook(tmp_path / "n.ipynb", PARAMETERS, "print(gpus, steps, lr, soft, run_id)")
+
+
+@pytest.fixture
+def declared(notebook):
+    return declared_parameters(nbformat.read(notebook, as_version=4))
+
+
+def test_the_parameters_cell_is_read_without_running_it(declared):
+    assert list(declared) == ["gpus", "steps", "lr", "soft", "run_id"]
+    assert (declared["steps"].annotation, declared["steps"].default, declared["steps"].help) == ("int", 10, "training steps")
+    assert 'gpus    str | int | list | None = None  drafter GPUs, for example "5,6,7"' in help_text(declared)
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "wanted"),
+    [("gpus", "5,6,7", "5,6,7"), ("gpus", [5, 6], [5, 6]), ("gpus", "", None), ("steps", "20", 20), ("lr", "3e-4", 3e-4),
+     ("soft", "false", False), ("soft", "True", True), ("steps", 7.0, 7), ("run_id", "1", "1")],
+)  # fmt: skip
+def test_values_take_their_declared_type(declared, name, given, wanted):
+    value = check_parameters(declared, {name: given})[name]
+    assert value == wanted and type(value) is type(wanted)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [({"gpuz": 5}, "no parameter 'gpuz'; did you mean gpus?"), ({"steps": "many"}, "steps must be int, got 'many'"),
+     ({"soft": "maybe"}, "soft must be bool"), ({"zzz": 1}, "Its parameters: gpus, steps, lr, soft, run_id")],
+)  # fmt: skip
+def test_wrong_names_and_types_are_refused(declared, given, message):
+    with pytest.raises(ConfigError, match=message.replace("?", r"\?")):
+        check_parameters(declared, given)
+
+
+def test_nothing_runs_and_nothing_is_written_on_a_wrong_parameter(notebook, tmp_path, capsys):
+    out = tmp_path / "runs" / "x" / "report.ipynb"
+    assert command_line(["run", str(notebook), str(out), "-p", "gpuz", "5"]) == 2
+    assert "did you mean gpus?" in capsys.readouterr().err and not out.parent.exists()
+    with pytest.raises(RunError, match="there is no notebook .*; .* has n.ipynb"):
+        run_notebook(tmp_path / "m.ipynb", out)
+
+
+def test_yaml_parameters(tmp_path):
+    (tmp_path / "p.yaml").write_text("steps: 3\nlr: 0.1\n")
+    found = parameters_from([["lr", "3e-4"]], ["gpus: [5, 6]"], str(tmp_path / "p.yaml"))
+    assert found == {"steps": 3, "lr": "3e-4", "gpus": [5, 6]}
+    with pytest.raises(ConfigError, match="must be 'name: value'"):
+        parameters_from([], ["gpus"], None)
+
+
+def test_a_good_notebook_makes_folders_and_a_report(notebook, tmp_path):
+    out = tmp_path / "runs" / "night-1" / "report.ipynb"
+    launched = run_notebook(notebook, out, {"gpus": "5,6,7", "soft": "false"}, progress=False, static=True)
+    assert launched.code == OK and launched.report == out.with_suffix(".html") and launched.report.exists()
+    assert outputs(out)[0][1]["text"] == "5,6,7 10 0.001 False night-1\n"
+
+
+def test_plain_papermill_keeps_working(notebook, tmp_path):
+    out = tmp_path / "plain.ipynb"
+    line = [sys.executable, "-m", "papermill", str(notebook), str(out), "-p", "steps", "5", "--no-progress-bar"]
+    assert subprocess.run(line, capture_output=True).returncode == 0
+    assert outputs(out)[0][1]["text"] == "None 5 0.001 False \n"
+
+
+def test_a_failing_cell_is_reported(tmp_path):
+    cells = "print('before')", "raise ValueError('not today')", "print('no')"
+    path = write_notebook(tmp_path / "n.ipynb", "x: int = 1", *cells)
+    launched = run_notebook(path, tmp_path / "out.ipynb", progress=False, static=True)
+    assert launched.code == CELL_FAILED and launched.verdict.error == "ValueError: not today"
+    page = launched.report.read_text()
+    assert 'class="badge failed"' in page and "ValueError: not today" in page and "before" in page
+    last = nbformat.read(launched.out, as_version=4).cells[-1]
+    assert "What happened" in last.source and "not today" in last.source
+
+
+def test_the_exit_code_of_a_cell_survives(tmp_path):
+    path = write_notebook(tmp_path / "n.ipynb", "x: int = 1", "import sys; sys.exit(3)")
+    assert run_notebook(path, tmp_path / "out.ipynb", progress=False, static=True).code == 3
+
+
+KILL = "import os, signal, time; time.sleep(0.5); os.kill(os.getpid(), signal.SIGKILL)"
+
+
+def test_a_killed_kernel_is_marked_in_notebook_record_and_report(tmp_path):
+    folder = write_run(tmp_path / "runs", "killed", steps=20)
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    (folder / "metrics.jsonl").write_text("\n".join(lines[:-1]) + "\n")  # its run_end never came
+    path = write_notebook(tmp_path / "n.ipynb", "x: int = 1", "print('started')", KILL, "print('never')")
+    launched = run_notebook(path, folder / "report.ipynb", progress=False, static=True)
+    assert launched.code == KILLED and launched.verdict.status == "killed"
+    executed = nbformat.read(launched.out, as_version=4)
+    assert executed.metadata.papermill["exception"] is True
+    assert executed.cells[launched.verdict.cell].metadata.papermill["status"] == "failed"
+    assert "out-of-memory" in executed.cells[-1].source and "SIGKILL" in executed.cells[-1].source
+    end = read_metrics(folder)[0][-1]
+    assert (end["kind"], end["status"], end["step"]) == ("run_end", "failed", 20)
+    page = launched.report.read_text()
+    assert 'class="badge died"' in page and "kernel ended while cell" in page and "Last completed step: 20" in page
+
+
+def test_sigterm_leaves_a_saved_notebook_and_a_report(tmp_path):
+    started = tmp_path / "started"
+    path = write_notebook(
+        tmp_path / "n.ipynb", "x: int = 1", "print('begun', flush=True)",
+        f"import pathlib, time; pathlib.Path({str(started)!r}).touch(); time.sleep(60)",
+    )  # fmt: skip
+    out = tmp_path / "out.ipynb"
+    child = subprocess.Popen(
+        [sys.executable, "-m", "dflash", "run", str(path), str(out), "--static"],
+        cwd=ROOT, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    deadline = time.time() + 60
+    while not started.exists() and time.time() < deadline:
+        time.sleep(0.1)
+    child.terminate()
+    _, err = child.communicate(timeout=60)
+    assert child.returncode == INTERRUPTED, err
+    assert "begun" in json.dumps(nbformat.read(out, as_version=4)) and out.with_suffix(".html").exists()
