@@ -1,11 +1,12 @@
-"""Attention of draft queries over [context | draft slots], by one of three backends, each chosen by name.
+"""Attention of draft queries over [context | draft slots], by one of four backends, each chosen by name.
 
   flex          block-sparse and compiled; the only backend that scales to full packs. CUDA.
+  triton        kernels of our own for this mask (`kernels.attention`), launched without torch.compile. CUDA.
   sdpa          dense `scaled_dot_product_attention`; refuses above a memory bound instead of running out of memory.
   sdpa_chunked  dense over runs of neighbouring anchors, each against its own slice of the context. Same result as
                 `sdpa`, far fewer masked products; memory follows the data, so it is for CPU and for comparison.
 
-All of them read the same rule (`masks.visibility`).
+All of them read the same rule (`masks.visibility`); `triton` has it in the form of ranges and is tested against it.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from dflash import kernels
 from dflash.errors import ConfigError
 from dflash.masks import AnchorSet, MaskMod, dense_mask, visibility
 
-BACKENDS = ("flex", "sdpa", "sdpa_chunked")
+BACKENDS = ("flex", "triton", "sdpa", "sdpa_chunked")
 DEFAULT_MAX_DENSE_BYTES = 2 << 30
 ANCHORS_PER_CHUNK = 16
 
@@ -44,9 +46,9 @@ def check_dense_bytes(num_heads: int, queries: int, keys: int, element_size: int
     need = dense_attention_bytes(num_heads, queries, keys, element_size)
     if need > bound:
         raise DenseAttentionTooLarge(
-            f"dense attention over {queries} queries x {keys} keys x {num_heads} heads needs {need / 2**30:.2f} GiB for "
-            f"scores and mask, above the bound of {bound / 2**30:.2f} GiB (max_dense_bytes); use attention='flex' on a "
-            "GPU, or fewer anchors, or a shorter pack"
+            f"dense attention over {queries} queries x {keys} keys x {num_heads} heads needs {need / 2**30:.2f} GiB "
+            f"for scores and mask, above the bound of {bound / 2**30:.2f} GiB (max_dense_bytes); use attention='flex' "
+            "on a GPU, or fewer anchors, or a shorter pack"
         )
 
 
@@ -85,6 +87,19 @@ class AttentionMask:
         from dflash.flex import build_block_mask
 
         return build_block_mask(self.mask_mod, self.queries, self.context + self.queries, self.doc_ids.device)
+
+    @cached_property
+    def _ranges(self) -> dict:
+        return {}
+
+    def ranges(self, group: int):  # -> kernels.attention.Ranges
+        """What each block sees as ranges of positions, for `group` query heads per key head."""
+        from dflash.kernels.attention import make_ranges
+
+        if group not in self._ranges:
+            self._ranges[group] = make_ranges(self.anchors.positions, self.anchors.valid, self.doc_ids, self.block_size,
+                                              group, self.sliding_window)
+        return self._ranges[group]
 
     @cached_property
     def chunks(self) -> list[tuple[int, int, int, int, Tensor]]:
@@ -135,6 +150,8 @@ def attention(
         from dflash.flex import compiled_flex_attention
 
         return compiled_flex_attention(q, k, v, block_mask=mask.block_sparse, enable_gqa=gqa)
+    if backend == "triton":
+        return _block_attention(q, k, v, mask)
     if backend == "sdpa":
         check_dense_bytes(q.shape[1], q.shape[2], k.shape[2], q.element_size(), max_dense_bytes)
         return scaled_dot_product_attention(q, k, v, attn_mask=mask.dense, enable_gqa=gqa)
@@ -150,3 +167,19 @@ def attention(
             )
         return torch.cat(outputs, 2)
     raise ConfigError(f"unknown attention backend {backend!r}; known: {', '.join(BACKENDS)}")
+
+
+def _block_attention(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
+    """The `triton` backend, or a ConfigError that says why it does not run."""
+    heads, kv_heads, d = q.shape[1], k.shape[1], q.shape[3]
+    if not kernels.usable(q.device):
+        raise ConfigError(f"attention 'triton' needs CUDA and Triton, got {q.device}; use 'sdpa_chunked' on a CPU")
+    from dflash.kernels.attention import BlockAttention, supported
+
+    if not supported(heads, kv_heads, d, mask.block_size):
+        raise ConfigError(
+            "attention 'triton' takes head counts, block sizes and a head_dim (16 to 128) that are powers of two, and "
+            f"at most 128 rows of a block per key head; got {heads} / {kv_heads} heads, blocks of {mask.block_size}, "
+            f"head_dim {d}; use attention='flex'"
+        )
+    return BlockAttention.apply(q, k, v, mask.ranges(heads // kv_heads), d**-0.5)

@@ -60,7 +60,9 @@ def measure_backend(
 
     def build():
         fresh = AttentionMask(mask.anchors, mask.doc_ids, mask.block_size)
-        return fresh.block_sparse if backend == "flex" else fresh
+        if backend == "flex":
+            return fresh.block_sparse
+        return fresh.ranges(shape.heads // shape.kv_heads) if backend == "triton" else fresh.mask_mod
 
     flops = 4 * visible_pairs(mask) * shape.heads * shape.head_dim
     result = {"backend": backend, "anchors": shape.anchors, "block": shape.block, "visible_flops": flops}
@@ -78,7 +80,8 @@ def run(args: argparse.Namespace) -> int:
     print(f"{'backend':14} {'mask ms':>8} {'forward ms':>11} {'+backward ms':>13} {'TFLOP/s':>8}")
     for r in results:
         mask, forward, both = (r[key]["seconds_median"] * 1e3 for key in ("mask", "forward", "both"))
-        print(f"{r['backend']:14} {mask:>8.2f} {forward:>11.2f} {both:>13.2f} {r['both']['flops_per_second'] / 1e12:>8.3g}")
+        rate = r["both"]["flops_per_second"] / 1e12
+        print(f"{r['backend']:14} {mask:>8.2f} {forward:>11.2f} {both:>13.2f} {rate:>8.3g}")
     write_json(args.json, {"bench": "attention", "shape": vars(shape), "dtype": args.dtype,
                            "environment": environment(device), "results": results})
     return 0
