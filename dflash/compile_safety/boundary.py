@@ -94,7 +94,7 @@ class CompiledFunction:
         except _RanUncompiled as error:
             raise self._uncompiled(args, kwargs) from error
         except FailOnRecompileLimitHit as error:
-            raise self._limit(args, kwargs) from error
+            raise self._limit(error, args, kwargs) from error
         except RuntimeError as error:
             typed = self._typed(error, args, kwargs)
             if typed is None:
@@ -139,11 +139,11 @@ class CompiledFunction:
             f"traced function. {self._describe(args, kwargs)}"
         )
 
-    def _limit(self, args: tuple, kwargs: dict) -> RecompileLimitError:
+    def _limit(self, error: Exception, args: tuple, kwargs: dict) -> RecompileLimitError:
         return RecompileLimitError(
-            f"{self.name} has been compiled for as many shapes as torch keeps (recompile_limit "
-            f"{dynamo_config.recompile_limit}) and would run uncompiled for one more. Pad to fewer shapes, or raise "
-            f"the limit in compile_safety.install(recompile_limit=...). {self._describe(args, kwargs)}"
+            f"{self.name} has been compiled for as many shapes as torch keeps ({error}) and would run uncompiled for "
+            "one more. Pad to fewer shapes, or raise the limit in compile_safety.install(recompile_limit=...). "
+            f"{self._describe(args, kwargs)}"
         )
 
     def _uncompiled(self, args: tuple, kwargs: dict) -> CompileSafetyError:

@@ -16,7 +16,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from dflash.compile_safety import tracing
 from dflash.compile_safety.boundary import CompiledFunction
 from dflash.compile_safety.errors import CompileSafetyError
-from dflash.compile_safety.protect import install
+from dflash.compile_safety.protect import DEFAULT_RECOMPILE_LIMIT, install
 
 HOLD = 3.0  # seconds a trace is held where nobody ends it earlier
 Verdict = tuple[str, str]
@@ -38,7 +38,7 @@ def run_body(name: str, protect: bool, backend: str, device: str) -> Verdict:
     if name == "lazy_backward_deadlock" and device != "cuda":
         return "skipped", "needs a CUDA device: on CPU a backward runs in the calling thread"
     if protect:
-        install()
+        install(recompile_limit=2 if name == "recompile_limit_goes_dense" else DEFAULT_RECOMPILE_LIMIT)
     call = CompiledFunction(spied_flex, backend=backend) if protect else _plain(backend)
     return _BODIES[name](call, protect, torch.device(device))
 

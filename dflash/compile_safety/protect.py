@@ -9,8 +9,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch._dynamo.config as dynamo_config
-
 from dflash.compile_safety import tracing
 from dflash.compile_safety.gate import GATE
 from dflash.compile_safety.seal import sealed
@@ -36,7 +34,8 @@ def install(recompile_limit: int = DEFAULT_RECOMPILE_LIMIT) -> tracing.ForeignTr
         already do that (decided by watching a trace, once for the process);
       * traces and compilations take turns with compiled calls and backward passes (the gate);
       * a backward is compiled together with its forward, in the calling thread, never in an autograd engine thread;
-      * torch keeps compiled versions for at least `recompile_limit` shapes of one function.
+      * torch keeps compiled versions of one function for `recompile_limit` combinations of shape, device and grad
+        mode, in every thread (a limit set in torch's own configuration may hold in one thread only).
 
     Returns what the watched trace showed.
     """
@@ -49,10 +48,7 @@ def install(recompile_limit: int = DEFAULT_RECOMPILE_LIMIT) -> tracing.ForeignTr
             os.register_at_fork(after_in_child=GATE._reset)
             _fork_hook_set = True
         with ExitStack() as stack:
-            _seen = tracing.apply(stack)
-            limit = max(dynamo_config.recompile_limit, recompile_limit)
-            stack.callback(setattr, dynamo_config, "recompile_limit", dynamo_config.recompile_limit)
-            dynamo_config.recompile_limit = limit
+            _seen = tracing.apply(stack, recompile_limit)
             _undo = stack.pop_all()
         return _seen
 

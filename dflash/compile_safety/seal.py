@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-import torch._dynamo.config as dynamo_config
 
 from dflash.compile_safety.errors import SealedRecompileError
 from dflash.compile_safety.tracing import record_traces, refuse_compilation
@@ -25,21 +24,19 @@ def seal() -> None:
     """Forbid compilations in the whole process, and record every FX trace from now on (`recorded_traces`).
 
     torch's stance `fail_on_recompile` stops a call whose guards fail; `compiled_flex_attention` turns that into
-    SealedRecompileError with the guard and the shapes. A backward that was never compiled is stopped too, which the
-    stance alone does not do. Sealing twice is the same as once.
+    SealedRecompileError with the guard and the shapes. It holds in every thread, and before any count of recompiles,
+    so the recompile limit is never reached. A backward that was never compiled is stopped too, which the stance alone
+    does not do. Sealing twice is the same as once.
     """
     with _lock:
         if _restore:
             return
-        before = dynamo_config.fail_on_recompile_limit_hit
-        dynamo_config.fail_on_recompile_limit_hit = True
         stance = torch.compiler.set_stance("fail_on_recompile")
         refuse_compilation(_refuse_late_backward)
         record_traces(True)
         _restore.extend(
             [
                 lambda: stance.__exit__(None, None, None),
-                lambda: setattr(dynamo_config, "fail_on_recompile_limit_hit", before),
                 lambda: refuse_compilation(None),
                 lambda: record_traces(False),
             ]

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch._dynamo.config as dynamo_config
 import torch._dynamo.convert_frame as convert_frame
 import torch._functorch.config as functorch_config
 import torch._higher_order_ops.utils as hop_utils
@@ -36,7 +37,6 @@ from dflash.compile_safety.gate import GATE
 
 MAX_RECORDS = 1000
 STACK_LINES = 25
-_EAGER_BACKWARD = "force_non_lazy_backward_lowering"
 
 
 class _ThreadState(threading.local):
@@ -125,7 +125,7 @@ def observe_foreign_trace(timeout: float = 10.0) -> ForeignTrace:
 # -- the changes, each undone by the ExitStack that it is given -------------------------------------------------------
 
 
-def apply(undo: ExitStack) -> ForeignTrace:
+def apply(undo: ExitStack, recompile_limit: int) -> ForeignTrace:
     """Make every change that this torch needs; closing `undo` takes all of them back. Returns what was observed."""
     with GATE.exclusive():
         seen = _observed()
@@ -134,9 +134,8 @@ def apply(undo: ExitStack) -> ForeignTrace:
         if seen.modules:
             _isolate_module_patches(undo)
         _gate_traces(undo)
-        _gate_compilations(undo)
+        _gate_compilations(undo, recompile_limit)
         _hold_gate_in_backward(undo)
-        _set(undo, functorch_config, _EAGER_BACKWARD, True)
     return seen
 
 
@@ -249,32 +248,30 @@ class GatedCompileLock:
     """Stands for dynamo's compile lock: the gate's exclusive side first, then the lock itself.
 
     In this order a compilation, a lazily compiled backward and `torch._dynamo.reset()` never wait for the gate while
-    they hold the lock. `refuse` is asked before; it raises where a compilation may not happen any more (the seal).
+    they hold the lock. Whoever holds it compiles under `settings`: since torch 2.13 a setting made in one thread is
+    not seen by others, so it has to be made here, in the thread that compiles.
     """
 
-    def __init__(self, lock: Any, refuse: Callable[[], None]) -> None:
+    def __init__(self, lock: Any, settings: Callable[[ExitStack], None]) -> None:
         self.lock = lock
-        self._refuse = refuse
-        self._tokens = threading.local()
+        self._settings = settings
+        self._held = threading.local()
 
     def __enter__(self) -> None:
-        self._refuse()
-        token = GATE.enter_exclusive()
-        try:
-            self.lock.acquire()
-        except BaseException:
-            GATE.leave_exclusive(token)
-            raise
-        self._stack().append(token)
+        _refuse_compilation()
+        with ExitStack() as stack:
+            stack.enter_context(GATE.exclusive())
+            stack.enter_context(self.lock)
+            self._settings(stack)
+            self._stacks().append(stack.pop_all())
 
     def __exit__(self, *exc_info: object) -> None:
-        self.lock.release()
-        GATE.leave_exclusive(self._stack().pop())
+        self._stacks().pop().close()
 
-    def _stack(self) -> list[tuple[bool, int]]:
-        if not hasattr(self._tokens, "stack"):
-            self._tokens.stack = []
-        return self._tokens.stack
+    def _stacks(self) -> list[ExitStack]:
+        if not hasattr(self._held, "stacks"):
+            self._held.stacks = []
+        return self._held.stacks
 
 
 def _allow() -> None:
@@ -285,14 +282,19 @@ _refuse_compilation: Callable[[], None] = _allow
 
 
 def refuse_compilation(check: Callable[[], None] | None) -> None:
-    """Have `check` asked before each compilation; None allows them all again."""
+    """Have `check` asked before each compilation, where it may raise; None allows them all again."""
     global _refuse_compilation
     _refuse_compilation = check or _allow
 
 
-def _gate_compilations(undo: ExitStack) -> None:
-    lock = GatedCompileLock(convert_frame.compile_lock, lambda: _refuse_compilation())
-    _set(undo, convert_frame, "compile_lock", lock)
+def _gate_compilations(undo: ExitStack, recompile_limit: int) -> None:
+    """Compilations hold the exclusive side, compile backwards with their forwards, and may be this many."""
+
+    def settings(stack: ExitStack) -> None:
+        stack.enter_context(functorch_config.patch(force_non_lazy_backward_lowering=True))
+        stack.enter_context(dynamo_config.patch(recompile_limit=recompile_limit))
+
+    _set(undo, convert_frame, "compile_lock", GatedCompileLock(convert_frame.compile_lock, settings))
 
 
 def _hold_gate_in_backward(undo: ExitStack) -> None:
