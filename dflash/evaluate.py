@@ -18,10 +18,10 @@ from typing import Any
 import torch
 
 from dflash.acceptance import evaluate_acceptance, summarize, walk_packs
-from dflash.checkpoint import latest_checkpoint
+from dflash.checkpoint import checkpoints, latest_checkpoint
 from dflash.data import ChatRenderer, Conversation, Pack, load_conversations, make_packs
 from dflash.drafter_io import SETTINGS, load_drafter, read_settings
-from dflash.errors import ConfigError
+from dflash.errors import ConfigError, RunError
 from dflash.evaluation import Prompt, compare_modes, evaluate_prompts, summarize_prompts, thinking_mode
 from dflash.features import OnlineFeatures
 from dflash.job import prepare_data
@@ -73,6 +73,15 @@ def drafter_folder(options: EvaluateOptions) -> Path:
         return Path(options.drafter)
     run = Path(options.run)
     return run if (run / SETTINGS).is_file() else latest_checkpoint(run)
+
+
+def newest_run(root: str | Path = "runs") -> Path:
+    """The run under `root` whose complete checkpoint is the newest. Raises RunError when there is none."""
+    found = [(path.stat().st_mtime, run.parent) for run in Path(root).glob("*/config.yaml")
+             for _, path in checkpoints(run.parent)[-1:]]
+    if not found:
+        raise RunError(f"no run with a finished checkpoint under {Path(root).resolve()}; train one with 05_train first")
+    return max(found)[1]
 
 
 def evaluate(options: EvaluateOptions, say=print) -> dict[str, Any]:

@@ -99,8 +99,8 @@ def _result(
     if exact is False:
         difference = first_difference(target, list(prompt.ids), decoded.tokens, plain.tokens, drafter.block_size)
     texts = chunk_texts(target.tokenizer, decoded.chunks)
-    accepted = [0, *decoded.accepted]
-    chunks = [{"text": text, "accepted": count} for text, count in zip(texts, accepted, strict=True)]
+    chunks = [{"text": text, "accepted": count, "tokens": len(chunk)} for text, count, chunk
+              in zip(texts, [0, *decoded.accepted], decoded.chunks, strict=True)]
     return PromptResult(
         prompt.text, chunks, decoded.acceptance_length, len(decoded.tokens), decoded.target_calls, decoded.seconds,
         plain.seconds if plain is not None else None, exact, decoded.finish_reason, difference,
