@@ -1,0 +1,160 @@
+"""Copies of a drafter or a target on other devices, and gradients summed over the copies.
+
+The float32 gradients of a replica are views of one flat buffer, so a step's reduction is one operation: an NCCL
+all-reduce over the GPUs of this process where torch has it, otherwise a copy to the first device, a sum in the order
+of the replicas, and a copy back. Both leave bit-identical sums everywhere, so weights stay bit-equal.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from dflash.errors import DFlashError
+from dflash.target import Target
+from dflash.training import Replica
+
+_ALIGN = 64  # elements; every gradient starts on a 256-byte boundary, as an allocation of its own would
+_PIECE = 64 << 20  # elements copied at once where NCCL is absent: 256 MiB of staging
+
+
+class ReplicasDivergedError(DFlashError):
+    """Replicas that started equal and got equal gradients no longer hold equal weights."""
+
+
+def copy_module(module: nn.Module, device: torch.device, share: bool = False) -> nn.Module:
+    """The same module on another device, without a second copy on the first.
+
+    Args:
+        share: keep parameters and buffers that already are on `device` instead of copying them.
+    """
+    def move(tensor: Tensor, own: bool) -> Tensor:
+        return tensor.detach() if not own and tensor.device == device else tensor.detach().to(device, copy=True)
+
+    memo: dict[int, object] = {}
+    for parameter in module.parameters():
+        memo[id(parameter)] = nn.Parameter(move(parameter, not share), requires_grad=parameter.requires_grad)
+    for buffer in module.buffers():
+        memo[id(buffer)] = move(buffer, False)
+    generator = getattr(module, "anchor_generator", None)
+    if generator is not None:
+        memo[id(generator)] = generator
+    return copy.deepcopy(module, memo)
+
+
+def make_replicas(first: Replica, devices: Sequence[torch.device]) -> list[Replica]:
+    """`first` and a copy of its drafter for every further device; `devices[0]` is where `first` is."""
+    return [first, *(Replica(copy_module(first.drafter, device), first.options) for device in devices[1:])]
+
+
+def copy_target(target: Target, device: torch.device) -> Target:
+    """The same target on another device; on the same one it shares the weights."""
+    model = copy_module(target.model, device, share=True)
+    for module in model.modules():
+        module._forward_hooks.clear()  # those of the first target
+    return Target(model, target.tokenizer, target.layer_ids, target.source, target.max_batch_tokens, target.note)
+
+
+def shard_target(target: Target, devices: Sequence[torch.device]) -> Target:
+    """Spread a target over several GPUs in place, layer by layer, by accelerate's device map."""
+    from accelerate import dispatch_model, infer_auto_device_map
+
+    per_device = {d.index: int(torch.cuda.mem_get_info(d)[0] * 0.85) for d in devices}
+    layer = type(target.decoder.layers[0]).__name__
+    total = target.memory_bytes
+    share = {i: min(room, int(total / len(devices) * 1.1)) for i, room in per_device.items()}
+    plan = infer_auto_device_map(target.model, max_memory=share, no_split_module_classes=[layer])
+    dispatch_model(target.model, plan, main_device=devices[0].index)
+    return target
+
+
+def flatten_gradients(replica: Replica) -> Tensor:
+    """Make the optimizer's gradients views of one buffer, which is returned ([elements] float32, zeros)."""
+    masters = replica.optimizer.masters
+    starts, end = [], 0
+    for master in masters:
+        starts.append(end)
+        end += -(-master.numel() // _ALIGN) * _ALIGN
+    replica.optimizer.gradients = []  # free the old ones first
+    flat = torch.zeros(end, dtype=torch.float32, device=replica.device)
+    replica.optimizer.gradients = [flat[s : s + m.numel()].view_as(m) for s, m in zip(starts, masters, strict=True)]
+    return flat
+
+
+class GradientSum:
+    """Sums the gradients of replicas in one process, in place, on every replica.
+
+    Call it from one thread after all replicas have queued their work on their default streams.
+    """
+
+    def __init__(self, replicas: Sequence[Replica], nccl: bool | None = None):
+        self.flats = [flatten_gradients(replica) for replica in replicas]
+        self.nccl = self._nccl_works() if nccl is None else nccl
+        self._staging: Tensor | None = None
+
+    @property
+    def how(self) -> str:
+        return "one replica" if len(self.flats) == 1 else "nccl" if self.nccl else "copies summed on the first device"
+
+    def _nccl_works(self) -> bool:
+        devices = {flat.device for flat in self.flats}
+        if len(devices) != len(self.flats) or any(d.type != "cuda" for d in devices) or len(devices) == 1:
+            return False
+        try:
+            probes = [torch.full((4,), i + 1.0, device=flat.device) for i, flat in enumerate(self.flats)]
+            if not torch.cuda.nccl.is_available(probes):
+                return False
+            torch.cuda.nccl.all_reduce(probes)
+            wanted = len(probes) * (len(probes) + 1) / 2
+            return all(bool((probe == wanted).all()) for probe in probes)
+        except (RuntimeError, AttributeError):
+            return False
+
+    def __call__(self) -> None:
+        if len(self.flats) == 1:
+            return
+        if self.nccl:
+            torch.cuda.nccl.all_reduce(self.flats)
+            return
+        first = self.flats[0]
+        for begin in range(0, first.numel(), _PIECE):
+            piece = slice(begin, begin + _PIECE)
+            total = first[piece]
+            for other in self.flats[1:]:
+                total.add_(self._here(other[piece], total))
+            for other in self.flats[1:]:
+                other[piece].copy_(total)
+
+    def _here(self, piece: Tensor, total: Tensor) -> Tensor:
+        """`piece` on the first device, through a buffer that is made once."""
+        if piece.device == total.device:
+            return piece
+        if self._staging is None:
+            self._staging = torch.empty(min(_PIECE, self.flats[0].numel()), device=total.device)
+        return self._staging[: piece.numel()].copy_(piece)
+
+
+def fingerprint(replica: Replica) -> Tensor:
+    """[2] int64 that changes with any bit of any float32 weight; equal for equal replicas on any device."""
+    total = torch.zeros(2, dtype=torch.int64, device=replica.device)
+    for number, master in enumerate(replica.optimizer.masters, 1):
+        bits = master.detach().contiguous().view(torch.int32).flatten()
+        for piece in bits.split(1 << 24):
+            wide = piece.to(torch.int64)
+            total[0] += number * wide.sum()
+            total[1] += number * (wide * torch.arange(1, wide.numel() + 1, device=wide.device)).sum()
+    return total.cpu()
+
+
+def check_equal(replicas: Sequence[Replica]) -> None:
+    """Raises ReplicasDivergedError where a replica's weights are not bit-equal to the first one's."""
+    wanted = fingerprint(replicas[0])
+    for number, replica in enumerate(replicas[1:], 1):
+        if not torch.equal(fingerprint(replica), wanted):
+            raise ReplicasDivergedError(
+                f"drafter[{number}] on {replica.device} no longer holds the weights of drafter[0]; the reduction of "
+                "gradients is at fault. Resume from the last checkpoint, with fewer drafters if it happens again"
+            )

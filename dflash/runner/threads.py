@@ -1,0 +1,279 @@
+"""One process, one thread a device: targets capture features, drafters train on them, gradients are summed each step.
+
+The thread that calls `step` drives. Workers never outlive a failure: the first exception stops everyone and is raised
+in the driving thread, with the traceback of the worker it came from.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext
+
+import torch
+from torch import Tensor
+
+from dflash import compile_safety
+from dflash.errors import ConfigError
+from dflash.plan import Planner, StepPlan
+from dflash.runner.accounting import Ledger, Rates
+from dflash.runner.handover import HandOver, Ticket, schedule
+from dflash.runner.monitor import Monitor, Stopped
+from dflash.runner.replicas import GradientSum, check_equal
+from dflash.telemetry import Run
+from dflash.training import PER_SLOT, SCALARS, FeatureSource, Replica
+from dflash.worker_log import worker_output
+
+_JOIN = 10.0  # seconds that a worker may take to leave
+
+
+class SharedPlanner:
+    """A planner that several threads may ask; the plans of the last steps are made once."""
+
+    def __init__(self, planner: Planner, keep: int = 64):
+        self._planner, self._keep = planner, keep
+        self._lock = threading.Lock()
+        self._plans: dict[int, StepPlan] = {}
+
+    def step(self, step: int) -> StepPlan:
+        with self._lock:
+            if step not in self._plans:
+                self._plans[step] = self._planner.step(step)
+                while len(self._plans) > self._keep:
+                    del self._plans[min(self._plans)]
+            return self._plans[step]
+
+    def __getattr__(self, name: str):
+        return getattr(self._planner, name)
+
+
+class ThreadsEngine:
+    """`training.Engine` over threads.
+
+    Args:
+        replicas: one a drafter device, with equal weights; the first is evaluated and saved.
+        sources: one a target worker; each gives the same features for the same pack.
+        source_devices: where each worker's target runs.
+        planner: the run's; ask `engine.planner` for plans elsewhere, so that none is made twice.
+        last_step: targets prepare no item past it.
+        queue_depth: packs of features in flight to each drafter.
+        run: where records go; None writes none.
+        protect: warmup, seal and the trace gate around compiled attention.
+        watchdog: told of every step (`beat`).
+        paired: target worker i feeds drafter i alone.
+    """
+
+    def __init__(self, replicas: Sequence[Replica], sources: Sequence[FeatureSource],
+                 source_devices: Sequence[torch.device], planner: Planner, last_step: int, *, queue_depth: int = 2,
+                 run: Run | None = None, protect: bool = True, paired: bool = False,
+                 heartbeat: Callable[[], None] = lambda: None):
+        if paired and len(sources) != len(replicas):
+            raise ConfigError(f"paired targets and drafters must be as many, got {len(sources)} and {len(replicas)}")
+        self.replica, self.replicas, self.sources = replicas[0], list(replicas), list(sources)
+        self.source_devices = [torch.device(d) for d in source_devices]
+        self.planner = planner if isinstance(planner, SharedPlanner) else SharedPlanner(planner)
+        self.last_step, self.queue_depth, self.paired = last_step, queue_depth, paired
+        self.run, self.protect, self.heartbeat = run, protect, heartbeat
+        self.monitor = Monitor()
+        self.reduce = GradientSum(self.replicas)
+        metrics = None if run is None else run.metrics
+        self.drafter_ledgers = [Ledger(f"drafter[{i}]", r.device, metrics) for i, r in enumerate(self.replicas)]
+        self.target_ledgers = [Ledger(f"target[{i}]", d, metrics) for i, d in enumerate(self.source_devices)]
+        self.hand_over: HandOver | None = None
+        self._order: tuple[int, str, StepPlan | None, float] = (0, "", None, 0.0)
+        self._done: dict[int, Tensor | None] = {}
+        self._threads: list[threading.Thread] = []
+        self._stack = ExitStack()
+
+    # -- the driving thread -----------------------------------------------------------------------------------------
+
+    def start(self, first_step: int) -> None:
+        """Make the buffers, warm up and seal, then let the workers go."""
+        items = schedule(self.planner, first_step, self.last_step, len(self.replicas))
+        devices = [replica.device for replica in self.replicas]
+        self.hand_over = HandOver(devices, self.queue_depth, items, self.monitor, self.paired)
+        plan = self.planner.step(first_step)
+        first = self._first_features(plan)
+        self.hand_over.allocate(first, self.replica.options.soft_labels)
+        del first
+        self._warm_up(plan)
+        self._log(f"{len(self.sources)} target and {len(self.replicas)} drafter workers, {self.queue_depth} packs in "
+                  f"flight a drafter ({self.hand_over.nbytes / 2**20:,.0f} MiB), gradients: {self.reduce.how}")
+        for i in range(min(len(self.sources), len(plan.items)) if self.paired else len(self.sources)):
+            self._spawn(f"target[{i}]", self._target, i)
+        for i in range(len(self.replicas)):
+            self._spawn(f"drafter[{i}]", self._draft, i)
+
+    def step(self, plan: StepPlan, lr: float) -> Tensor:
+        """One step over all replicas: their shares, the sum of their gradients, their equal updates."""
+        sums = self._everyone("share", plan, lr)
+        self.reduce()
+        applied = self._everyone("apply", plan, lr)
+        self._report(force=plan.step == self.last_step)
+        device = self.replica.device
+        present = [s.to(device) for s in sums if s is not None]
+        return torch.cat([torch.stack(present).sum(0), applied[0]])
+
+    def close(self) -> None:
+        """Stop the workers, whatever state they are in."""
+        self.monitor.stop()
+        deadline = time.monotonic() + _JOIN
+        for thread in self._threads:
+            thread.join(max(0.1, deadline - time.monotonic()))
+        left = [thread.name for thread in self._threads if thread.is_alive()]
+        if left:
+            self._log(f"still busy after {_JOIN:.0f} s, left behind: {', '.join(left)}", "warning")
+        else:
+            for ledger in (*self.drafter_ledgers, *self.target_ledgers):
+                ledger.finish()
+            if self.monitor.error is None and self._threads:
+                self._report(force=True)
+        self._threads = []
+        self.hand_over = None
+        self._stack.close()
+
+    def verify(self) -> None:
+        """Raises ReplicasDivergedError where the replicas' weights are not bit-equal."""
+        check_equal(self.replicas)
+
+    def rates(self) -> Rates:
+        """Tokens per second of one target and one drafter while they were busy."""
+        def mean(ledgers: list[Ledger]) -> float:
+            return sum(ledger.tokens for ledger in ledgers) / max(1e-9, sum(ledger.busy for ledger in ledgers))
+
+        return Rates(mean(self.target_ledgers), mean(self.drafter_ledgers))
+
+    def _everyone(self, what: str, plan: StepPlan, lr: float) -> list[Tensor | None]:
+        """Give all drafters an order and wait for all of them."""
+        with self.monitor.changed:
+            self.monitor.check()
+            self._done = {}
+            self._order = (self._order[0] + 1, what, plan, lr)
+            self.monitor.changed.notify_all()
+        try:
+            return self.monitor.wait_for(
+                lambda: [self._done[i] for i in range(len(self.replicas))] if len(self._done) == len(self.replicas)
+                else None, raise_failures=True)
+        except Stopped:
+            raise ConfigError("the engine is closed; make a new one to train on") from None
+
+    def _report(self, force: bool = False) -> None:
+        for i, ledger in enumerate(self.drafter_ledgers):
+            ledger.report(self.hand_over.filled(i), force)
+        for ledger in self.target_ledgers:
+            ledger.report(None, force)
+
+    def _log(self, message: str, level: str = "info") -> None:
+        if self.run is not None:
+            self.run.metrics.write("log", worker="main", level=level, message=message)
+
+    def _first_features(self, plan: StepPlan):
+        """The first pack through every target, one after another: kernels are tuned before anything is concurrent."""
+        features = None
+        for source, device in zip(self.sources, self.source_devices, strict=True):
+            with _on(device):
+                features = source.get(plan.items[0].pack)
+            self.heartbeat()
+        return features
+
+    def _warm_up(self, plan: StepPlan) -> None:
+        """Compile where something is compiled, one device after another, and forbid compilations from then on."""
+        compiled = [i for i, r in enumerate(self.replicas)
+                    if r.device.type == "cuda" and r.drafter.attention_backend in (None, "flex")]
+        if not self.protect or not compiled:
+            return
+        self._stack.enter_context(compile_safety.installed())
+        for i in compiled:
+            replica, features = self.replicas[i], self.hand_over.lanes[i].slots[0].features
+            report = compile_safety.warmup([compile_safety.WarmupJob(
+                replica.device, lambda r=replica, f=features: self._trial(r, plan, f), modules=[replica.drafter],
+                name=f"drafter[{i}]")])
+            self.heartbeat()
+            for entry in report.devices if self.run is not None else ():
+                self.run.metrics.write("warmup", device=entry.device, seconds=entry.seconds, graphs=entry.graphs,
+                                       peak=entry.peak_bytes)
+                self._log(str(entry))
+        self._stack.enter_context(compile_safety.sealed())
+
+    @staticmethod
+    def _trial(replica: Replica, plan: StepPlan, features) -> Tensor:
+        """Forward and backward of the first item, its gradient dropped."""
+        sums = replica.accumulate(plan.items[0], features, plan.denominator or 1.0)
+        torch._foreach_zero_(replica.optimizer.gradients)
+        return sums[0]
+
+    # -- the workers ------------------------------------------------------------------------------------------------
+
+    def _spawn(self, name: str, work: Callable[[int], None], index: int) -> None:
+        def run() -> None:
+            device = (self.source_devices if work == self._target else [r.device for r in self.replicas])[index]
+            output = nullcontext() if self.run is None else worker_output(self.run.metrics, name, self.run.path / "logs")
+            with output:
+                try:
+                    with _on(device):
+                        work(index)
+                except Stopped:
+                    pass
+                except BaseException as error:  # carried to the driving thread, whatever it is
+                    self.monitor.fail(name, error)
+
+        thread = threading.Thread(target=run, name=name, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _target(self, index: int) -> None:
+        """Claim, capture, hand over; until there is nothing left."""
+        source, ledger, queue = self.sources[index], self.target_ledgers[index], self.hand_over
+        ledger.enter("wait")
+        kept: list[tuple[object, torch.cuda.Event | None]] = []  # features whose copies may still run
+        while True:
+            ticket: Ticket | None = queue.claim(index)
+            if ticket is None:
+                return
+            ledger.enter("capture", step=None)
+            features = source.get(ticket.item.pack)
+            ledger.enter("wait")
+            ledger.add_tokens(int(ticket.item.pack.lengths.sum()))
+            slot = queue.reserve(ticket)
+            done = queue.place(ticket, slot, features, index)
+            for _, event in kept:
+                if event is not None:  # queued behind this capture: the copy had all its time to run
+                    torch.cuda.current_stream(self.source_devices[index]).wait_event(event)
+            kept = [(features, done)]
+
+    def _draft(self, index: int) -> None:
+        """Obey the driving thread."""
+        replica, ledger, queue = self.replicas[index], self.drafter_ledgers[index], self.hand_over
+        seen = 0
+        ledger.enter("idle")
+        while True:
+            seen, what, plan, lr = self.monitor.wait_for(lambda seen=seen: self._order if self._order[0] > seen else None)
+            if what == "share":
+                result = None
+                ledger.enter("wait", plan.step)
+                for item in plan.share(index, len(self.replicas)):
+                    slot = queue.take(index, item.index)
+                    ledger.enter("forward+backward", plan.step)
+                    sums = replica.accumulate(item, slot.features, plan.denominator)
+                    queue.release(index, slot)
+                    ledger.enter("wait", plan.step)
+                    ledger.add_tokens(int(item.pack.lengths.sum()))
+                    result = sums if result is None else result + sums
+                ledger.enter("reduce", plan.step)
+            else:
+                ledger.enter("optimizer", plan.step)
+                result = replica.apply(lr, plan)
+                ledger.enter("idle")
+            with self.monitor.changed:
+                self._done[index] = result
+                self.monitor.changed.notify_all()
+
+
+def zero_sums(block_size: int, device: torch.device) -> Tensor:
+    """The `metric_sums` of no item."""
+    return torch.zeros(len(SCALARS) + len(PER_SLOT) * (block_size - 1), dtype=torch.float64, device=device)
+
+
+def _on(device: torch.device):
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
