@@ -35,6 +35,7 @@ from .telemetry import MetricsWriter, metrics_path, read_metrics
 
 OK, CELL_FAILED, REFUSED, INTERRUPTED, KILLED = 0, 1, 2, 130, 138
 AUTOSAVE_SECONDS = 5
+ROOT_PARAMETER = "runs"  # the folder of all runs, where a notebook has such a parameter
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,8 @@ def run_notebook(
     checked = check_parameters(declared, parameters or {})
     if "run_id" in declared and "run_id" not in checked and out.name == "report.ipynb":
         checked["run_id"] = out.resolve().parent.name  # runs/<id>/report.ipynb: the run belongs into that folder
+        if ROOT_PARAMETER in declared and ROOT_PARAMETER not in checked:
+            checked[ROOT_PARAMETER] = str(out.parent.parent)
     kernel = kernel or source.metadata.get("kernelspec", {}).get("name") or "python3"
     out.parent.mkdir(parents=True, exist_ok=True)
     start, code = time.monotonic(), OK

@@ -67,10 +67,12 @@ def page(material: Material) -> str:
         sections.append(("Configuration and environment", configuration_html(series)))
     if material.notebook_html:
         sections.append(("Notebook", f'<div class="notebook">{material.notebook_html}</div>'))
-    return _document(material, sections)
+    badge = f'<span class="badge {material.status}">{escape(_word(material.status))}</span>'
+    return document(material, sections, badge)
 
 
-def _document(material: Material, sections: list[tuple[str, str]]) -> str:
+def document(material: Material, sections: list[tuple[str, str]], badge: str) -> str:
+    """Sections (title, HTML) in the page's frame; `badge` is HTML before the title."""
     from pygments.formatters import HtmlFormatter
 
     css = CSS + HtmlFormatter(style="default").get_style_defs(".highlight")
@@ -85,7 +87,6 @@ def _document(material: Material, sections: list[tuple[str, str]]) -> str:
         heading = "" if title == "Summary" else f"<h2>{escape(title)}</h2>"
         kind = ' class="failure"' if title == "What failed" else ""
         body.append(f'<section id="{anchor}"{kind}>{heading}{content}</section>')
-    badge = f'<span class="badge {material.status}">{escape(_word(material.status))}</span>'
     header = (
         f"<header><h1>{badge}{escape(material.title)}</h1><nav>{''.join(links[1:])}</nav></header>"
     )
