@@ -71,7 +71,7 @@ def examine(quick: bool = False, limit: float | None = None) -> dict[str, Any]:
         "cuda_build": _cuda_build(),
         "gpus": devices,
         "compile_cache": compile_cache(),
-        "environment": {name: os.environ.get(name) for name in VARIABLES},
+        "environment": environment_variables(),
         "probes": [asdict(probe) for probe in probes],
         "flex": flex,
         "overhead_us": overhead,
@@ -111,6 +111,16 @@ def judge(page: dict[str, Any], probes: list[ProbeResult]) -> tuple[bool, list[s
                       "about 60% of its speed.")
     safe = not failing and all(flex["ok"] for flex in page["flex"].values())
     return safe, advice
+
+
+def environment_variables() -> dict[str, str | None]:
+    """The variables of `VARIABLES` as this process was started with; torch sets some itself while it runs."""
+    try:
+        entries = Path("/proc/self/environ").read_bytes().decode(errors="replace").split("\0")
+        started = dict(entry.split("=", 1) for entry in entries if "=" in entry)
+    except OSError:
+        started = dict(os.environ)
+    return {name: started.get(name) for name in VARIABLES}
 
 
 def gpus() -> list[dict[str, Any]]:
