@@ -14,7 +14,7 @@ from dflash.features import OnlineFeatures
 from dflash.runner.handover import HandOver, schedule
 from dflash.runner.monitor import Monitor, worker_of
 from dflash.runner.replicas import ReplicasDivergedError, copy_target, make_replicas
-from dflash.runner.threads import SharedPlanner, ThreadsEngine
+from dflash.runner.threads import PipelineEngine, SharedPlanner
 from dflash.target import Features
 
 CPU = torch.device("cpu")
@@ -37,7 +37,7 @@ def engine_of(drafters: int, targets: int, settings, wrap=lambda source, i: sour
     plans = SharedPlanner(planner(settings, replica.drafter))
     own = [target, *(copy_target(target, CPU) for _ in range(targets - 1))]
     sources = [wrap(OnlineFeatures(t), i) for i, t in enumerate(own)]
-    return ThreadsEngine(replicas, sources, [CPU] * targets, plans, settings.steps, **keywords), plans
+    return PipelineEngine(replicas, sources, [CPU] * targets, plans, settings.steps, **keywords), plans
 
 
 @pytest.mark.parametrize(("drafters", "targets", "depth"), [(2, 1, 2), (2, 2, 1), (2, 3, 8), (3, 5, 2), (1, 1, 2)])

@@ -6,23 +6,28 @@ in the driving thread, with the traceback of the worker it came from.
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from dflash import compile_safety
+from dflash.compile_safety import HangError, WarmupJob
 from dflash.errors import ConfigError
+from dflash.features import CachedFeatures, OnlineFeatures
+from dflash.job import Job
 from dflash.plan import Planner, StepPlan
 from dflash.runner.accounting import Ledger, Rates
 from dflash.runner.handover import HandOver, Ticket, schedule
 from dflash.runner.monitor import Monitor, Stopped
-from dflash.runner.replicas import GradientSum, check_equal
+from dflash.runner.replicas import GradientSum, check_equal, copy_target, make_replicas
 from dflash.telemetry import Run
-from dflash.training import PER_SLOT, SCALARS, FeatureSource, Replica
+from dflash.topology import Topology
+from dflash.training import PER_SLOT, SCALARS, FeatureSource, Replica, warmup_jobs
 from dflash.worker_log import worker_output
 
 _JOIN = 10.0  # seconds that a worker may take to leave
@@ -48,7 +53,7 @@ class SharedPlanner:
         return getattr(self._planner, name)
 
 
-class ThreadsEngine:
+class PipelineEngine:
     """`training.Engine` over threads.
 
     Args:
@@ -59,22 +64,19 @@ class ThreadsEngine:
         last_step: targets prepare no item past it.
         queue_depth: packs of features in flight to each drafter.
         run: where records go; None writes none.
-        protect: warmup, seal and the trace gate around compiled attention.
-        watchdog: told of every step (`beat`).
         paired: target worker i feeds drafter i alone.
     """
 
     def __init__(self, replicas: Sequence[Replica], sources: Sequence[FeatureSource],
                  source_devices: Sequence[torch.device], planner: Planner, last_step: int, *, queue_depth: int = 2,
-                 run: Run | None = None, protect: bool = True, paired: bool = False,
-                 heartbeat: Callable[[], None] = lambda: None):
+                 run: Run | None = None, paired: bool = False):
         if paired and len(sources) != len(replicas):
             raise ConfigError(f"paired targets and drafters must be as many, got {len(sources)} and {len(replicas)}")
         self.replica, self.replicas, self.sources = replicas[0], list(replicas), list(sources)
         self.source_devices = [torch.device(d) for d in source_devices]
         self.planner = planner if isinstance(planner, SharedPlanner) else SharedPlanner(planner)
         self.last_step, self.queue_depth, self.paired = last_step, queue_depth, paired
-        self.run, self.protect, self.heartbeat = run, protect, heartbeat
+        self.run = run
         self.monitor = Monitor()
         self.reduce = GradientSum(self.replicas)
         metrics = None if run is None else run.metrics
@@ -84,20 +86,27 @@ class ThreadsEngine:
         self._order: tuple[int, str, StepPlan | None, float] = (0, "", None, 0.0)
         self._done: dict[int, Tensor | None] = {}
         self._threads: list[threading.Thread] = []
-        self._stack = ExitStack()
 
     # -- the driving thread -----------------------------------------------------------------------------------------
 
+    def warmup_jobs(self, plan: StepPlan) -> list[WarmupJob]:
+        """Make the buffers for the run that begins with `plan`; one job for each replica that compiles something."""
+        self._make_buffers(plan)
+        item, jobs = plan.items[0], []
+        for i, (replica, lane) in enumerate(zip(self.replicas, self.hand_over.lanes, strict=True)):
+            features = lane.slots[0].features
+            jobs += [replace(job, name=f"drafter[{i}]") for job in warmup_jobs([replica], lambda f=features: (item, f))]
+        return jobs
+
+    def load_optimizer(self, state: dict) -> None:
+        """Every replica goes on from one state."""
+        for replica in self.replicas:
+            replica.optimizer.load_state_dict(state)
+
     def start(self, first_step: int) -> None:
-        """Make the buffers, warm up and seal, then let the workers go."""
-        items = schedule(self.planner, first_step, self.last_step, len(self.replicas))
-        devices = [replica.device for replica in self.replicas]
-        self.hand_over = HandOver(devices, self.queue_depth, items, self.monitor, self.paired)
+        """Let the workers go."""
         plan = self.planner.step(first_step)
-        first = self._first_features(plan)
-        self.hand_over.allocate(first, self.replica.options.soft_labels)
-        del first
-        self._warm_up(plan)
+        self._make_buffers(plan)
         self._log(f"{len(self.sources)} target and {len(self.replicas)} drafter workers, {self.queue_depth} packs in "
                   f"flight a drafter ({self.hand_over.nbytes / 2**20:,.0f} MiB), gradients: {self.reduce.how}")
         for i in range(min(len(self.sources), len(plan.items)) if self.paired else len(self.sources)):
@@ -131,7 +140,10 @@ class ThreadsEngine:
                 self._report(force=True)
         self._threads = []
         self.hand_over = None
-        self._stack.close()
+
+    def on_hang(self, reason: str) -> None:
+        """For a watchdog: end the step that is waited for."""
+        self.monitor.fail("watchdog", HangError(reason))
 
     def verify(self) -> None:
         """Raises ReplicasDivergedError where the replicas' weights are not bit-equal."""
@@ -168,40 +180,19 @@ class ThreadsEngine:
         if self.run is not None:
             self.run.metrics.write("log", worker="main", level=level, message=message)
 
-    def _first_features(self, plan: StepPlan):
-        """The first pack through every target, one after another: kernels are tuned before anything is concurrent."""
+    def _make_buffers(self, plan: StepPlan) -> None:
+        """The queue from this step on. The first pack goes through every target, one after another, so that kernels
+        are tuned before anything is concurrent."""
+        if self.hand_over is not None:
+            return
         features = None
         for source, device in zip(self.sources, self.source_devices, strict=True):
             with _on(device):
                 features = source.get(plan.items[0].pack)
-            self.heartbeat()
-        return features
-
-    def _warm_up(self, plan: StepPlan) -> None:
-        """Compile where something is compiled, one device after another, and forbid compilations from then on."""
-        compiled = [i for i, r in enumerate(self.replicas)
-                    if r.device.type == "cuda" and r.drafter.attention_backend in (None, "flex")]
-        if not self.protect or not compiled:
-            return
-        self._stack.enter_context(compile_safety.installed())
-        for i in compiled:
-            replica, features = self.replicas[i], self.hand_over.lanes[i].slots[0].features
-            report = compile_safety.warmup([compile_safety.WarmupJob(
-                replica.device, lambda r=replica, f=features: self._trial(r, plan, f), modules=[replica.drafter],
-                name=f"drafter[{i}]")])
-            self.heartbeat()
-            for entry in report.devices if self.run is not None else ():
-                self.run.metrics.write("warmup", device=entry.device, seconds=entry.seconds, graphs=entry.graphs,
-                                       peak=entry.peak_bytes)
-                self._log(str(entry))
-        self._stack.enter_context(compile_safety.sealed())
-
-    @staticmethod
-    def _trial(replica: Replica, plan: StepPlan, features) -> Tensor:
-        """Forward and backward of the first item, its gradient dropped."""
-        sums = replica.accumulate(plan.items[0], features, plan.denominator or 1.0)
-        torch._foreach_zero_(replica.optimizer.gradients)
-        return sums[0]
+        items = schedule(self.planner, plan.step, self.last_step, len(self.replicas))
+        self.hand_over = HandOver([replica.device for replica in self.replicas], self.queue_depth, items, self.monitor,
+                                  self.paired)
+        self.hand_over.allocate(features, self.replica.options.soft_labels)
 
     # -- the workers ------------------------------------------------------------------------------------------------
 
@@ -268,6 +259,32 @@ class ThreadsEngine:
             with self.monitor.changed:
                 self._done[index] = result
                 self.monitor.changed.notify_all()
+
+
+class ThreadsEngine(PipelineEngine):
+    """The engine of a prepared job: replicas of its drafter and copies of its target on the topology's devices.
+
+    The job's planner is replaced by one that several threads may ask.
+    """
+
+    def __init__(self, job: Job, topology: Topology, run: Run | None = None):
+        job.planner = SharedPlanner(job.planner)
+        train = job.config.train
+        replicas = make_replicas(Replica(job.drafter, train), topology.drafters)
+        super().__init__(replicas, make_sources(job, topology), [target[0] for target in topology.targets], job.planner,
+                         train.steps, queue_depth=job.config.runtime.queue_depth, run=run, paired=topology.paired)
+
+
+def make_sources(job: Job, topology: Topology) -> list[FeatureSource]:
+    """A source for each target worker. Cached features are read by all of them; only what a cache does not hold needs
+    a target of its own on every device."""
+    count = len(topology.targets)
+    if isinstance(job.source, CachedFeatures):
+        view = copy.copy(job.source)  # the same cache, returned where it lies: the hand-over moves it
+        view.device = None
+        return [view] * count
+    targets = [job.target, *(copy_target(job.target, devices[0]) for devices in topology.targets[1:])]
+    return [OnlineFeatures(target) for target in targets]
 
 
 def zero_sums(block_size: int, device: torch.device) -> Tensor:
