@@ -83,6 +83,7 @@ class Target:
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.source, self.note = source, note
+        self.fast = None  # a `fast_target.FastCapture`, once `fast_target.attach` has checked it
         self.max_batch_tokens = max_batch_tokens
         self.decoder = _text_decoder(model, source)
         self.config = model.config.get_text_config()
@@ -199,7 +200,8 @@ class Target:
 
     @torch.no_grad()
     def capture(
-        self, input_ids: Tensor, lengths: Tensor | None = None, position_ids: Tensor | None = None
+        self, input_ids: Tensor, lengths: Tensor | None = None, position_ids: Tensor | None = None,
+        last_hidden: bool = True,
     ) -> Features:
         """Features of one pack, each document on its own.
 
@@ -207,6 +209,8 @@ class Target:
             input_ids: `[1, T]`.
             lengths: `[num_documents]`, summing to at most T; None means one document of T tokens.
             position_ids: `[1, T]`, checked to restart at 0 in each document, as the target counts them.
+            last_hidden: False leaves `verifier_last_hidden` zero, and the fast path then stops after the last
+                captured layer; enough for hard labels.
 
         Returns:
             `Features`; rows of the padding tail are zero.
@@ -222,7 +226,10 @@ class Target:
         starts = [sum(sizes[:index]) for index in range(len(sizes))]
         width, hidden = len(self.layer_ids), self.hidden_size
         features = torch.zeros(1, total, width * hidden, dtype=self.dtype, device=self.device)
-        last_hidden = torch.zeros(1, total, hidden, dtype=self.dtype, device=self.device)
+        last_states = torch.zeros(1, total, hidden, dtype=self.dtype, device=self.device)
+        if self.fast is not None and sizes:
+            self.fast.run(ids[0], sizes, features[0], last_states[0] if last_hidden else None)
+            return Features(features, last_states)
         for group in group_documents(sizes, self.max_batch_tokens):
             longest = max(sizes[index] for index in group)
             batch = ids.new_zeros(len(group), longest)
@@ -231,10 +238,10 @@ class Target:
             layers, last = self._run(batch)
             for row, index in enumerate(group):
                 here, size = slice(starts[index], starts[index] + sizes[index]), sizes[index]
-                last_hidden[0, here] = last[row, :size]
+                last_states[0, here] = last[row, :size]
                 for slot, states in enumerate(layers):
                     features[0, here, slot * hidden : (slot + 1) * hidden] = states[row, :size]
-        return Features(features, last_hidden)
+        return Features(features, last_states)
 
     # -- self-test -------------------------------------------------------------------------------------------
     @torch.no_grad()

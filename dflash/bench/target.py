@@ -1,0 +1,163 @@
+"""`bench target`: how fast a hybrid target's features are captured, by the plain path and by the fast one.
+
+The target has the Qwen3.6-27B text shape with random weights and as many of its layers as asked; tokens per second are
+scaled to the whole depth, since every group of four layers costs the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+
+import torch
+
+from dflash import fast_target
+from dflash.bench.timing import environment, free_memory, matmul_ceiling, measure, timing_fields, write_json
+from dflash.bench.workload import document_lengths
+from dflash.errors import ConfigError
+from dflash.target import Target
+
+
+@dataclass(frozen=True)
+class TargetShape:
+    """A hybrid target and a pack of documents; `depth` layers of the whole model, of which `layers` are built."""
+
+    tokens: int = 16384
+    document: int = 2000
+    layers: int = 8
+    depth: int = 64
+    captured: int = 5
+    hidden: int = 5120
+    intermediate: int = 17408
+    heads: int = 24
+    kv_heads: int = 4
+    head_dim: int = 256
+    linear_key_heads: int = 16
+    linear_value_heads: int = 48
+    linear_head_dim: int = 128
+    vocab: int = 248320
+
+    @property
+    def flops_per_token(self) -> float:
+        """Of the matrix products of the built layers; three linear-attention layers to one of full attention."""
+        h = self.hidden
+        keys, values = self.linear_key_heads * self.linear_head_dim, self.linear_value_heads * self.linear_head_dim
+        linear = h * (2 * keys + 3 * values + 2 * self.linear_value_heads)
+        full = h * self.head_dim * (3 * self.heads + 2 * self.kv_heads)
+        return self.layers * 2.0 * (3 * h * self.intermediate + 0.75 * linear + 0.25 * full)
+
+
+def make_target(shape: TargetShape, device: torch.device, dtype: torch.dtype) -> Target:
+    """A target of this shape with random weights."""
+    try:
+        from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
+        from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM
+    except ImportError as error:
+        raise ConfigError(f"this transformers has no Qwen3.5 model ({error}); install transformers>=5.2") from error
+    config = Qwen3_5TextConfig(
+        vocab_size=shape.vocab, hidden_size=shape.hidden, intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers, num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim, linear_num_key_heads=shape.linear_key_heads,
+        linear_num_value_heads=shape.linear_value_heads, linear_key_head_dim=shape.linear_head_dim,
+        linear_value_head_dim=shape.linear_head_dim, tie_word_embeddings=True,
+    )
+    config._attn_implementation = "sdpa"
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(dtype)
+        with torch.device(device):
+            model = Qwen3_5ForCausalLM(config)
+    finally:
+        torch.set_default_dtype(before)
+    ids = sorted({round(i * (shape.layers - 2) / max(1, shape.captured - 1)) for i in range(shape.captured)})
+    return Target(model, layer_ids=ids)
+
+
+def capture_call(target: Target, shape: TargetShape, last_hidden: bool = True) -> Callable[[], object]:
+    """A function that captures one pack."""
+    host = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, shape.vocab, (1, shape.tokens), generator=host).to(target.device)
+    lengths = document_lengths(shape.tokens, shape.document, host)
+    return lambda: target.capture(ids, lengths, last_hidden=last_hidden)
+
+
+def report(name: str, target: Target, shape: TargetShape, ceiling: float, warmup: int, repeats: int) -> dict:
+    """Measure `target.capture`, soft labels' last state included."""
+    timing = measure(capture_call(target, shape), target.device, warmup, repeats)
+    rate = shape.tokens / timing.median
+    flops = shape.flops_per_token * rate
+    return {
+        "name": name, "tokens_per_second": rate * shape.layers / shape.depth, **timing_fields(timing),
+        "matmul_flops_per_second": flops, "mfu": flops / ceiling,
+    }
+
+
+def variants(device: torch.device, dtype: torch.dtype, tiny: bool = False) -> list[tuple[str, Callable[[], dict]]]:
+    """What the GPU experiment times: plain, then fast with its difference to plain."""
+    shape = TargetShape(tokens=96, document=30, layers=4, depth=8, captured=2, hidden=64, intermediate=96, heads=4,
+                        kv_heads=2, head_dim=64, linear_key_heads=2, linear_value_heads=4, linear_head_dim=16,
+                        vocab=300) if tiny else TargetShape()
+    made: dict = {}
+
+    def target() -> Target:
+        if not made:
+            made.update(target=make_target(shape, device, dtype), ceiling=matmul_ceiling(device, dtype))
+        return made["target"]
+
+    def plain() -> dict:
+        result = report("plain", target(), shape, made["ceiling"] if made else 0.0, 2, 5)
+        return {k: v for k, v in result.items() if k != "name"}
+
+    def fast() -> dict:
+        difference = fast_target.FastCapture(target()).difference()
+        fast_target.attach(made["target"], required=True)
+        result = report("fast", made["target"], shape, made["ceiling"], 2, 5)
+        return {k: v for k, v in result.items() if k != "name"} | {"difference": difference}
+
+    def check_ready() -> dict:
+        target()
+        return {"ceiling_tflops": made["ceiling"] / 1e12}
+
+    return [("build", check_ready), ("fast capture", fast), ("plain capture", lambda: _without_fast(target(), plain))]
+
+
+def _without_fast(target: Target, call: Callable[[], dict]) -> dict:
+    kept, target.fast = target.fast, None
+    try:
+        return call()
+    finally:
+        target.fast = kept
+
+
+def run(args: argparse.Namespace) -> int:
+    device, dtype = torch.device(args.device), getattr(torch, args.dtype)
+    shape = TargetShape(**{f.name: getattr(args, f.name) for f in fields(TargetShape)})
+    target, ceiling = make_target(shape, device, dtype), matmul_ceiling(device, dtype)
+    results = [report("plain", target, shape, ceiling, args.warmup, args.repeats)]
+    free_memory(device)
+    if fast_target.attach(target):
+        results.append(report("fast", target, shape, ceiling, args.warmup, args.repeats))
+    kernels = fast_target.has_recurrence_kernels(target)
+    print(f"{shape.layers} of {shape.depth} layers, scaled; flash-linear-attention {'in use' if kernels else 'not in use'}; "
+          f"ceiling {ceiling / 1e12:.3g} TFLOP/s")
+    print(f"{'path':8} {'tokens/s':>9} {'ms':>8} {'TFLOP/s':>8} {'MFU':>5} {'peak GB':>8}")
+    for r in results:
+        peak = "-" if r["peak_bytes"] is None else f"{r['peak_bytes'] / 1e9:.1f}"
+        print(f"{r['name']:8} {r['tokens_per_second']:>9.0f} {r['seconds_median'] * 1e3:>8.1f} "
+              f"{r['matmul_flops_per_second'] / 1e12:>8.3g} {r['mfu']:>5.2f} {peak:>8}")
+    write_json(args.json, {"bench": "target", "shape": vars(shape), "dtype": args.dtype, "matmul_ceiling": ceiling,
+                           "flash_linear_attention": kernels, "environment": environment(device), "results": results})
+    return 0
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> None:
+    parser = subparsers.add_parser("target", help="a hybrid target's feature capture")
+    for field in fields(TargetShape):
+        parser.add_argument(f"--{field.name.replace('_', '-')}", type=int, default=field.default)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--json", help="write the results here")
+    parser.set_defaults(run=run)
