@@ -229,3 +229,11 @@ def test_sources_that_are_no_runs_are_refused(tmp_path):
         build_report(tmp_path / "x.ipynb")
     with pytest.raises(RunError, match="holds neither report.ipynb nor a run"):
         build_report(tmp_path)
+
+
+def test_the_style_sheet_is_whole():
+    """A string cut over two lines would make a browser drop the rule, and with it the font."""
+    from dflash.report.style_sheet import CSS
+
+    assert CSS.count("{") == CSS.count("}") and all(line.count('"') % 2 == 0 for line in CSS.splitlines())
+    assert re.search(r"body \{[^}]*font-family:system-ui", CSS)

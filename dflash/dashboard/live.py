@@ -201,7 +201,7 @@ def show_run(
     series = RunSeries(run_path)
     series.follow()
     content = bundle(build_panels(series, panels, drop_empty=True), one_line(series), columns)
-    display(content, raw=True, metadata={"dflash": {"run": str(series.path)}})
+    display(content, raw=True)
     return series
 
 

@@ -81,7 +81,7 @@ def _box(index: int, rows: int, columns: int, total: int, wide_labels: bool) -> 
     """Plot area of the index-th panel in paper coordinates, with room for title, legend and axis titles."""
     row, column = divmod(index, columns)
     width, tall = 1 / columns, 1 / rows
-    left, right = (0.068, 0.048) if columns > 1 else (0.15 if wide_labels else 0.08, 0.035)
+    left, right = (0.068, 0.048) if columns > 1 else (0.15 if wide_labels else 0.095, 0.035)
     top = 1 - row * tall
     x = (column * width + left, (column + 1) * width - right)
     return {"x": x, "y": (top - tall + 52 / total, top - 50 / total)}

@@ -8,9 +8,8 @@ CSS = """
     --good:#2fbf97; --warn:#E69F00; --bad:#f08042; --code:#26292e; }
 }
 * { box-sizing: border-box; }
-body { margin:0; background:var(--page); color:var(--ink); font:15px/1.55 system-ui,-apple-system,"Segoe
-  UI",Roboto,
-  Helvetica,Arial,sans-serif; }
+body { margin:0; background:var(--page); color:var(--ink); font-size:15px; line-height:1.55;
+  font-family:system-ui,-apple-system,Roboto,Helvetica,Arial,sans-serif; }
 main { max-width:1120px; margin:0 auto; padding:36px 28px 80px; }
 header h1 { font-size:27px; line-height:1.25; margin:0 0 6px; letter-spacing:-.01em; }
 header .where { color:var(--soft); margin:0; }
@@ -47,7 +46,8 @@ figure.plot { margin:0; background:var(--card); border:1px solid var(--rule); bo
 figure.plot img { max-width:100%; height:auto; display:block; margin:0 auto; border-radius:5px; }
 figure.plot.wide { margin:10px 0; }
 figcaption { color:var(--soft); font-size:12.5px; padding:2px 8px 4px; }
-pre, code { font:12.5px/1.5 ui-monospace,SFMono-Regular,Menlo,Consolas,"DejaVu Sans Mono",monospace; }
+pre, code { font-size:12.5px; line-height:1.5;
+  font-family:ui-monospace,SFMono-Regular,Menlo,Consolas,monospace; }
 pre { background:var(--code); border-radius:6px; padding:10px 13px; overflow:auto; margin:8px 0; }
 pre.tall { max-height:30em; }
 table { border-collapse:collapse; font-size:13.5px; font-variant-numeric:tabular-nums; margin:8px 0; }
