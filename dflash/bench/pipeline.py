@@ -1,0 +1,211 @@
+"""`bench pipeline`: targets and drafters alone, then together, and which split of the same GPUs would be best."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from contextlib import nullcontext
+from dataclasses import replace
+
+import torch
+
+from dflash.bench.pipeline_case import (
+    FULL,
+    MEDIUM,
+    SMALL,
+    TINY,
+    Case,
+    make_engine,
+    make_planner,
+    make_replica,
+    make_target,
+    target_flops,
+)
+from dflash.bench.timing import environment, free_memory, matmul_ceiling, measure, write_json
+from dflash.bench.workload import matmul_flops
+from dflash.compile_safety import protected
+from dflash.features import OnlineFeatures
+from dflash.run_config import RuntimeOptions
+from dflash.runner.accounting import Rates, advice
+from dflash.runner.threads import PipelineEngine
+from dflash.sampler import resident_bytes
+from dflash.topology import Topology, decide
+from dflash.training import Replica
+
+SHAPES = {"tiny": TINY, "small": SMALL, "medium": MEDIUM, "full": FULL}
+
+
+def on(device: torch.device):
+    """Make `device` the current one; nothing to do on the CPU."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def memory_now(devices) -> dict[str, dict[str, int | None]]:
+    """Bytes allocated, reserved and at most allocated, by device; the process's resident bytes on the CPU."""
+    found = {}
+    for device in devices:
+        if device.type == "cuda":
+            found[str(device)] = {"allocated": torch.cuda.memory_allocated(device),
+                                  "reserved": torch.cuda.memory_reserved(device),
+                                  "peak": torch.cuda.max_memory_allocated(device)}
+        else:
+            found[str(device)] = {"allocated": resident_bytes(), "reserved": None, "peak": None}
+    return found
+
+
+def measure_target(case: Case, target, ceiling: float, repeats: int = 3) -> dict:
+    """One target with nothing to wait for."""
+    source, pack = OnlineFeatures(target), make_planner(case).step(1).items[0].pack
+    with on(target.device):
+        timing = measure(lambda: source.get(pack), target.device, 1, repeats)
+    flops = target_flops(case, target)
+    return {"tokens_per_second": case.shape.tokens / timing.median, "seconds": timing.median,
+            "mfu": flops / timing.median / ceiling, "peak_bytes": timing.peak_bytes}
+
+
+def measure_drafter(case: Case, target, replica: Replica, ceiling: float, repeats: int = 3) -> dict:
+    """One drafter with its features at hand: forward, backward and optimizer."""
+    plan = make_planner(case).step(1)
+    item = plan.items[0]
+    features = OnlineFeatures(target).get(item.pack).to(replica.device)
+
+    def step() -> None:
+        replica.accumulate(item, features, plan.denominator)
+        replica.apply(0.0, plan)
+
+    with on(replica.device):
+        timing = measure(step, replica.device, 2, repeats)
+    flops = matmul_flops(case.shape, case.soft_labels)
+    return {"tokens_per_second": case.shape.tokens / timing.median, "seconds": timing.median,
+            "mfu": flops / timing.median / ceiling, "peak_bytes": timing.peak_bytes}
+
+
+def run_steps(engine: PipelineEngine, steps: int, topology: Topology, lr: float, warm: int = 3, run_dir=None,
+              step_timeout: float = 120.0, sample_every: int = 0) -> dict:
+    """Drive an engine under full protection; throughput and memory are those after `warm` steps.
+
+    Returns: losses, seconds and tokens per second of the steps after the warm ones, seconds of the warmup, memory by
+    device (`samples`: every `sample_every` steps), and each worker's busy and waiting seconds.
+    """
+    losses, samples, tokens, seconds = [], [], 0, 0.0
+    plans, began = engine.planner, time.perf_counter()
+    try:
+        with protected(engine.warmup_jobs(plans.step(1)), run_dir=run_dir, step_timeout=step_timeout,
+                       on_hang=engine.on_hang) as protection:
+            engine.start(1)
+            for number in range(1, steps + 1):
+                plan = plans.step(number)
+                losses.append(engine.step(plan, lr))
+                if number <= warm:
+                    losses[-1] = losses[-1].tolist()
+                    began_measuring = time.perf_counter()
+                    if number == warm:
+                        warm_seconds = began_measuring - began
+                else:
+                    tokens += plan.tokens
+                    if number > warm + 1:  # one step behind, as training reads its records
+                        losses[-2] = losses[-2].tolist()
+                if sample_every and number >= warm and (number - warm) % sample_every == 0:
+                    samples.append(memory_now(topology.devices))
+                protection.beat()
+            losses[-1] = losses[-1].tolist()
+            seconds = time.perf_counter() - began_measuring
+            memory = memory_now(topology.devices)
+            engine.verify()
+    finally:
+        engine.close()
+    ledgers = {ledger.name: {"busy": ledger.busy, "wait": ledger.waiting, "tokens": ledger.tokens,
+                             "phases": dict(ledger.seconds)}
+               for ledger in (*engine.target_ledgers, *engine.drafter_ledgers)}
+    return {"losses": [row[0] for row in losses], "tokens_per_second": tokens / seconds if seconds else None,
+            "step_seconds": seconds / max(1, steps - warm), "warm_seconds": warm_seconds, "memory": memory,
+            "samples": samples, "workers": ledgers, "finite": all(row[-1] == 1.0 for row in losses)}
+
+
+def measure_pipeline(case: Case, topology: Topology, steps: int, depth: int = 2, run=None, run_dir=None,
+                     step_timeout: float = 120.0) -> dict:
+    """Both stages alone, then the pipeline, and how close it comes to its slower side."""
+    target = make_target(case, topology.targets[0][0])
+    replica = make_replica(case, target, topology.drafters[0])
+    ceilings = {}
+    for device in (target.device, replica.device):
+        with on(device):
+            ceilings[device] = matmul_ceiling(device, case.dtype)
+    result = {"target": measure_target(case, target, ceilings[target.device])}
+    free_memory(target.device)
+    result["drafter"] = measure_drafter(case, target, replica, ceilings[replica.device])
+    replica = Replica(replica.drafter, case.options)  # moments as new, like those of the other replicas
+    free_memory(replica.device)
+    for device in topology.devices:
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+    engine = make_engine(case, topology, steps, depth, run, target, replica)
+    result["pipeline"] = run_steps(engine, steps, topology, case.lr, run_dir=run_dir, step_timeout=step_timeout)
+    rates = Rates(result["target"]["tokens_per_second"], result["drafter"]["tokens_per_second"])
+    fed, eaten = len(topology.targets) * rates.target, len(topology.drafters) * rates.drafter
+    if topology.shared:
+        fed = eaten = len(topology.drafters) / (1 / rates.target + 1 / rates.drafter)
+    result["slower_side"] = min(fed, eaten)
+    result["bound_by"] = "both in turn" if topology.shared else "targets" if fed < eaten else "drafters"
+    result["of_slower_side"] = result["pipeline"]["tokens_per_second"] / result["slower_side"]
+    result["rates"] = vars(rates)
+    result["ceilings"] = {str(d): c for d, c in ceilings.items()}
+    return result
+
+
+def table(result: dict) -> str:
+    """The stages and the pipeline, a line each."""
+    lines = [f"{'stage':10} {'tokens/s':>9} {'s a pack':>9} {'MFU':>5} {'peak GiB':>8}"]
+    for name in ("target", "drafter"):
+        r = result[name]
+        peak = "-" if r["peak_bytes"] is None else f"{r['peak_bytes'] / 2**30:.1f}"
+        lines.append(f"{name:10} {r['tokens_per_second']:>9,.0f} {r['seconds']:>9.3f} {r['mfu']:>5.2f} {peak:>8}")
+    p = result["pipeline"]
+    lines.append(f"{'pipeline':10} {p['tokens_per_second']:>9,.0f} {p['step_seconds']:>9.3f}  "
+                 f"{result['of_slower_side']:.1%} of its slower side ({result['bound_by']})")
+    for name, w in p["workers"].items():
+        lines.append(f"  {name:12} busy {w['busy']:8.2f} s, waiting {w['wait']:8.2f} s")
+    for device, m in p["memory"].items():
+        shown = ", ".join(f"{k} {v / 2**30:.2f}" for k, v in m.items() if v is not None)
+        lines.append(f"  {device:12} GiB: {shown}")
+    return "\n".join(lines)
+
+
+def run(args: argparse.Namespace) -> int:
+    topology = decide(RuntimeOptions(gpus=args.gpus, target_gpus=args.target_gpus))
+    drafters = len(topology.drafters)
+    dtype = getattr(torch, args.dtype) if args.dtype else (
+        torch.bfloat16 if topology.drafters[0].type == "cuda" else torch.float32)
+    case = Case(SHAPES[args.shape], args.target_layers, args.hybrid, args.labels == "soft", dtype,
+                packs=max(4, 2 * drafters), packs_per_step=args.packs_per_step or drafters)
+    if args.tokens:
+        case = replace(case, shape=replace(case.shape, tokens=args.tokens))
+    print(topology.table())
+    result = measure_pipeline(case, topology, args.steps, args.queue_depth)
+    print(table(result))
+    if args.advise is not None:
+        gpus = args.advise or max(2, len(topology.devices))
+        print(advice(gpus, Rates(**result["rates"]), (gpus - drafters, drafters)))
+    write_json(args.json, {"bench": "pipeline", "shape": vars(case.shape), "target_layers": case.target_layers,
+                           "hybrid": case.hybrid, "topology": str(topology), "queue_depth": args.queue_depth,
+                           "environment": environment(topology.drafters[0]), **result})
+    return 0
+
+
+def add_parser(subparsers: argparse._SubParsersAction) -> None:
+    parser = subparsers.add_parser("pipeline", help="targets and drafters alone and together; which split is best")
+    parser.add_argument("--shape", choices=SHAPES, default="medium" if torch.cuda.is_available() else "tiny")
+    parser.add_argument("--tokens", type=int, help="context tokens of a pack; the shape's")
+    parser.add_argument("--gpus", help="drafter devices, as in a run (cpu:2 for two CPU workers)")
+    parser.add_argument("--target-gpus", help="target devices")
+    parser.add_argument("--target-layers", type=int, default=8)
+    parser.add_argument("--hybrid", action="store_true", help="a target with linear attention (Qwen3.6's kind)")
+    parser.add_argument("--labels", default="soft", choices=["soft", "hard"])
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], help="the device's default")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--packs-per-step", type=int, help="one for each drafter")
+    parser.add_argument("--queue-depth", type=int, default=2)
+    parser.add_argument("--advise", type=int, nargs="?", const=0, default=None, metavar="GPUS",
+                        help="print every split of this many GPUs (default: of those in use)")
+    parser.add_argument("--json", help="write the results here")
+    parser.set_defaults(run=run)
