@@ -153,8 +153,20 @@ def test_a_changed_frozen_parameter_is_reported():
         with torch.no_grad():
             replica.frozen.weight.add_(1.0)
 
-    with pytest.raises(WarmupError, match="frozen parameter 'weight'"):
+    with pytest.raises(WarmupError, match="frozen tensor 'weight'"):
         compile_safety.warmup([replica.job(step=step, backward=False)])
+
+
+def test_large_shared_tables_are_watched_not_copied(monkeypatch):
+    from dflash.compile_safety import warmup as module
+
+    monkeypatch.setattr(module, "MAX_COPIED_TABLE", 8)
+    replica = Replica()
+    replica.model.register_buffer("head", torch.zeros(6, 6), persistent=False)
+    copied = module._save_modules([replica.model])
+    assert [name for name, *_ in copied.frozen] == ["head"]
+    with pytest.raises(WarmupError, match="'head'"):
+        compile_safety.warmup([replica.job(step=lambda: replica.model.head.add_(1), backward=False)])
 
 
 def test_state_comes_back_when_the_step_fails():

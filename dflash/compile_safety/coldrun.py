@@ -112,21 +112,23 @@ def _classify(run) -> tuple[str, str]:
 def _launch(devices: list[str], threads: int, repeats: int, protect: bool, noise: bool, backend: str) -> dict:
     import torch
     import torch.nn.functional as F
+    from torch.nn.attention.flex_attention import flex_attention
 
     from dflash.compile_safety.boundary import CompiledFunction
     from dflash.compile_safety.protect import installed
     from dflash.flex import compiled_flex_attention
 
-    if protect:
-        attention = compiled_flex_attention
-    else:
-        attention = torch.compile(torch.nn.attention.flex_attention.flex_attention, dynamic=False, backend=backend)
-
     def layer(x, w):
         return F.gelu(x @ w).square().mean()
 
-    compiled_layer = CompiledFunction(layer, backend=backend) if protect else torch.compile(layer, dynamic=False)
-    cases = [_case(torch.device(devices[index % len(devices)]), index) for index in range(threads)]
+    if protect:
+        attention = compiled_flex_attention if backend == "inductor" else CompiledFunction(
+            flex_attention, backend=backend)
+        compiled_layer = CompiledFunction(layer, backend=backend)
+    else:
+        attention = torch.compile(flex_attention, dynamic=False, backend=backend)
+        compiled_layer = torch.compile(layer, dynamic=False, backend=backend)
+    cases = [make_case(torch.device(devices[index % len(devices)]), index) for index in range(threads)]
     state = {"errors": [], "mismatches": [], "timeline": []}
     outputs: list[Any] = [None] * threads
     barrier, begin, stop = threading.Barrier(threads), time.perf_counter(), threading.Event()
@@ -138,7 +140,7 @@ def _launch(devices: list[str], threads: int, repeats: int, protect: bool, noise
             barrier.wait()
             while step < repeats or (len(first_calls) < threads and not state["errors"]):
                 start = time.perf_counter()
-                outputs[index] = _attend(attention, cases[index])
+                outputs[index] = attend(attention, cases[index])
                 first_calls.add(index)
                 if len(state["timeline"]) < MAX_SPANS:
                     state["timeline"].append({"thread": index, "name": "first call" if step == 0 else "warm call",
@@ -169,7 +171,7 @@ def _launch(devices: list[str], threads: int, repeats: int, protect: bool, noise
     return state
 
 
-def _case(device, index: int) -> dict:
+def make_case(device, index: int) -> dict:
     """One thread's inputs: an anchor mask over its own number of context positions and blocks."""
     import torch
 
@@ -197,7 +199,7 @@ def _case(device, index: int) -> dict:
     }
 
 
-def _attend(attention, case: dict) -> list:
+def attend(attention, case: dict) -> list:
     """Forward, and backward on CUDA; returns the tensors that have to be equal, on the host."""
     import torch
 
@@ -224,7 +226,7 @@ def _compare(state: dict, attention, layer, cases: list[dict], outputs: list) ->
     from torch.nn.functional import scaled_dot_product_attention
 
     for index, (case, threaded) in enumerate(zip(cases, outputs, strict=True)):
-        alone = _attend(attention, case) + _train(layer, case)
+        alone = attend(attention, case) + _train(layer, case)
         if not all(torch.equal(a, b) for a, b in zip(alone, threaded, strict=True)):
             state["mismatches"].append(f"thread {index}: outputs differ from the single-threaded ones")
         q, k, v = (case[name].detach().float().cpu() for name in "qkv")

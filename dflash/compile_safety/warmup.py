@@ -21,6 +21,8 @@ from dflash.compile_safety.errors import GIB, WarmupError
 from dflash.compile_safety.gate import GATE
 from dflash.compile_safety.tracing import is_applied
 
+MAX_COPIED_TABLE = 16 << 20  # bytes
+
 
 @dataclass(frozen=True)
 class WarmupJob:
@@ -182,8 +184,9 @@ class _Saved:
 def preserved_state(job: WarmupJob) -> Iterator[None]:
     """Bit-identical state after the block: weights, buffers, gradients, optimizers, generators, random states.
 
-    Copies are kept on the host, so the device's memory peak stays that of the step. Frozen parameters are not
-    copied (they are the shared, large ones); a change to one raises WarmupError.
+    Copies are kept on the host, so the device's memory peak stays that of the step. Frozen parameters, and buffers
+    above 16 MiB that no checkpoint holds, are not copied (they are the target's tables, shared by all replicas); a
+    change to one raises WarmupError.
     """
     saved = _save_modules(job.modules)
     optimizers = [(optimizer, *_save_optimizer(optimizer)) for optimizer in job.optimizers]
@@ -221,8 +224,21 @@ def _save_modules(modules: Sequence[nn.Module]) -> _Saved:
             saved.tensors.append((parameter, _host(parameter)))
             grad = parameter.grad
             saved.grads.append((parameter, grad, None if grad is None else _host(grad)))
-        saved.tensors.extend((buffer, _host(buffer)) for buffer in module.buffers())
+        _save_buffers(module, saved, known)
     return saved
+
+
+def _save_buffers(module: nn.Module, saved: _Saved, known: set[int]) -> None:
+    """Buffers are copied; large ones that no checkpoint holds are shared tables and are watched like frozen weights."""
+    for part in module.modules():
+        for name, buffer in part.named_buffers(recurse=False):
+            if id(buffer) in known:
+                continue
+            known.add(id(buffer))
+            if name in part._non_persistent_buffers_set and buffer.nbytes > MAX_COPIED_TABLE:
+                saved.frozen.append((name, buffer, buffer._version))
+            else:
+                saved.tensors.append((buffer, _host(buffer)))
 
 
 def _restore_modules(saved: _Saved, label: str) -> None:
@@ -237,7 +253,7 @@ def _restore_modules(saved: _Saved, label: str) -> None:
         module.training = training
     for name, parameter, version in saved.frozen:
         if parameter._version != version:
-            raise WarmupError(f"warmup of {label}: the step changed the frozen parameter {name!r} in place")
+            raise WarmupError(f"warmup of {label}: the step changed the frozen tensor {name!r} in place")
 
 
 def _save_optimizer(optimizer: torch.optim.Optimizer) -> tuple[list[dict], dict]:

@@ -1,0 +1,82 @@
+"""The drafter alone: no threads, no target, random features."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from dflash.bench.timing import measure
+from dflash.bench.workload import StepShape, make_drafter, make_head, make_inputs
+from dflash.compile_safety import GIB, WarmupJob, installed, warmup
+
+# The field log's drafter and 512 tokens; on a CPU the same graph, small.
+FULL = StepShape(tokens=512, anchors=64, block=8, document=256)
+SMALL = StepShape(tokens=512, anchors=16, block=8, captured=3, document=128, hidden=64, layers=2, heads=4, kv_heads=2,
+                  head_dim=16, intermediate=128, vocab=512)
+
+
+class DrafterAlone:
+    """A drafter of one shape with made-up inputs, on one device."""
+
+    def __init__(self, size: str, device: torch.device, seed: int = 0, tokens: int = 0) -> None:
+        """`size` is "full" (Qwen3.6-27B drafter) or "small"; `tokens` changes the context length."""
+        shape = {"full": FULL, "small": SMALL}[size]
+        self.shape = replace(shape, tokens=tokens or shape.tokens)
+        self.device = device
+        self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        torch.manual_seed(seed)
+        self.drafter = make_drafter(self.shape, make_head(self.shape, device, self.dtype), device, self.dtype)
+        self.inputs = make_inputs(self.shape, device, self.dtype, seed).arguments
+        self.parameters = sum(p.numel() for p in self.drafter.parameters())
+
+    def loss(self, **changes) -> torch.Tensor:
+        """One forward with the story's reduction; `changes` replace inputs."""
+        return self.drafter(**{**self.inputs, "reduction": "token_mean", **changes})[0]
+
+    def forward_row(self, grad: bool) -> dict:
+        """Run forward, or forward and backward, and say what it took."""
+        def call() -> torch.Tensor:
+            with torch.set_grad_enabled(grad):
+                loss = self.loss()
+            if grad:
+                loss.backward()
+                self.drafter.zero_grad()
+            return loss.detach()
+
+        with installed():
+            loss = call().item()
+            timing = measure(call, self.device, warmup=1, repeats=3)
+        return {"mode": "forward + backward" if grad else "forward, no_grad", "loss": loss,
+                "ms": timing.median * 1e3, "peak GiB": timing.peak_bytes / GIB if timing.peak_bytes else None}
+
+    def checksum(self) -> float:
+        """Changes when any weight changes."""
+        return sum(float(p.double().abs().sum()) for p in self.drafter.parameters())
+
+    def stacked_features(self) -> torch.Tensor:
+        """The same features stacked as [1, T, N, H], the layout that crashed deep inside a matmul."""
+        shape = self.shape
+        return self.inputs["all_hidden_states"].unflatten(-1, (shape.captured, shape.hidden))
+
+    def warm(self) -> str:
+        """Warm forward and backward up; the line of the field log, from the warmup's own report."""
+        def step() -> torch.Tensor:
+            loss = self.loss()
+            loss.backward()
+            return loss.detach()
+
+        with installed():
+            (done,) = warmup([WarmupJob(self.device, step, [self.drafter], generators=[self.drafter.anchor_generator],
+                                        name="drafter")]).devices
+        return str(done)
+
+    def warm_no_grad(self) -> str:
+        """The field log's own warmup: one forward under no_grad."""
+        def step() -> torch.Tensor:
+            with torch.no_grad():
+                return self.loss()
+
+        with installed():
+            (done,) = warmup([WarmupJob(self.device, step, [self.drafter], backward=False, name="drafter")]).devices
+        return str(done)
