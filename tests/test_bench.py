@@ -1,0 +1,123 @@
+"""The benches at shapes that take milliseconds: what they print and write is measured here and now."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from dflash.__main__ import main
+from dflash.bench.attention import make_mask, visible_pairs
+from dflash.bench.timing import matmul_ceiling, measure
+from dflash.bench.workload import StepShape, make_drafter, make_head, make_inputs, matmul_flops
+from dflash.head_plan import HeadPlan
+
+TINY = StepShape(tokens=64, anchors=8, block=4, captured=2, document=24, hidden=32, layers=2, heads=4, kv_heads=2,
+                 head_dim=16, intermediate=48, vocab=96)
+CPU = torch.device("cpu")
+
+
+def options(shape, skip=()):
+    """A shape as command line options."""
+    return [word for name, value in vars(shape).items() if name not in skip
+            for word in (f"--{name.replace('_', '-')}", str(value))]
+
+
+def run(capsys, path, *words):
+    assert main(["bench", *words, "--device", "cpu", "--dtype", "float32", "--json", str(path)]) == 0
+    return json.loads(path.read_text()), capsys.readouterr().out
+
+
+@pytest.mark.parametrize("labels", ["soft", "hard"])
+def test_step(capsys, tmp_path, labels):
+    result, text = run(capsys, tmp_path / "deep" / "step.json", "step", *options(TINY), "--labels", labels, "--optimizer",
+                       "--repeats", "3", "--warmup", "1")
+    (row,) = result["results"]
+    assert row["name"] == "plain" and row["labels"] == labels and row["repeats"] == 3  # no kernels on a CPU
+    assert 0 < row["seconds_fastest"] <= row["seconds_median"] <= row["seconds_slowest"]
+    assert row["tokens_per_second"] == pytest.approx(TINY.tokens / row["seconds_median"])
+    assert row["matmul_flops"] == matmul_flops(TINY, labels == "soft")
+    assert row["mfu"] == pytest.approx(row["matmul_flops"] / row["seconds_median"] / result["matmul_ceiling"])
+    assert row["peak_bytes"] is None and row["loss"] > 0
+    assert result["shape"]["tokens"] == 64 and result["environment"]["torch"] == torch.__version__
+    assert "tokens/s" in text and "plain" in text
+
+
+@pytest.mark.skipif(importlib.util.find_spec("speculators") is None, reason="the peer is not installed here")
+def test_step_beside_the_peer(capsys, tmp_path):
+    result, text = run(capsys, tmp_path / "step.json", "step", *options(TINY), "--peer", "speculators", "--repeats", "2")
+    ours, peer = result["results"]
+    assert peer["name"] == "peer speculators"
+    assert ours["ratio_to_peer"] == pytest.approx(ours["tokens_per_second"] / peer["tokens_per_second"])
+
+
+def test_a_missing_peer_is_named(capsys, monkeypatch):
+    for name in ("speculators", "speculators.models.dflash.core"):
+        monkeypatch.setitem(sys.modules, name, None)
+    assert main(["bench", "step", *options(TINY), "--device", "cpu", "--dtype", "float32", "--peer", "speculators",
+                 "--repeats", "1"]) == 2
+    assert "install its wheel" in capsys.readouterr().err
+
+
+def test_attention(capsys, tmp_path):
+    result, text = run(capsys, tmp_path / "a.json", "attention", *options(TINY), "--backends", "sdpa,sdpa_chunked",
+                       "--repeats", "2")
+    assert [r["backend"] for r in result["results"]] == ["sdpa", "sdpa_chunked"]
+    for row in result["results"]:
+        assert row["both"]["seconds_median"] > row["forward"]["seconds_fastest"] > 0
+    assert "sdpa_chunked" in text
+
+
+def test_visible_pairs_counts_the_mask():
+    mask = make_mask(TINY, CPU)
+    assert visible_pairs(mask) == int(mask.dense.sum())
+
+
+def test_target(capsys, tmp_path):
+    pytest.importorskip("transformers.models.qwen3_5")
+    words = ["--tokens", "48", "--document", "20", "--layers", "4", "--depth", "8", "--captured", "2", "--hidden", "32",
+             "--intermediate", "48", "--heads", "2", "--kv-heads", "1", "--head-dim", "32", "--linear-key-heads", "1",
+             "--linear-value-heads", "2", "--linear-head-dim", "16", "--vocab", "96", "--repeats", "2"]
+    result, text = run(capsys, tmp_path / "t.json", "target", *words)
+    (row,) = result["results"]  # the fast capture needs the kernels
+    assert row["tokens_per_second"] == pytest.approx(48 / row["seconds_median"] / 2)  # half of the depth was run
+    assert result["flash_linear_attention"] is False and "not in use" in text
+
+
+@pytest.mark.parametrize("soft", [True, False])
+def test_matmul_flops_are_what_torch_counts(soft):
+    """The plain step leaves unsupervised rows out of the head; everything else is counted slot by slot."""
+    drafter = make_drafter(TINY, make_head(TINY, CPU, torch.float32), CPU, torch.float32, fast_path=False,
+                           attention_backend="sdpa")
+    inputs = make_inputs(TINY, CPU, torch.float32)
+    with FlopCounterMode(display=False) as counter:
+        drafter(**inputs.arguments, use_soft_labels=soft)[0].backward()
+    counted = sum(v for op, v in counter.get_flop_counts()["Global"].items() if "mm" in str(op))
+    rows = HeadPlan.make(inputs.anchors, inputs.loss_mask[0], inputs.lengths, TINY.block).query.numel()
+    skipped = (TINY.anchors * TINY.block - rows) * 2 * TINY.hidden * TINY.vocab * (3 if soft else 2)
+    assert rows > 0 and counted == matmul_flops(TINY, soft) - skipped
+
+
+def test_full_size_flops():
+    assert matmul_flops(StepShape(), soft=True) == pytest.approx(598e12, rel=0.002)
+    assert matmul_flops(StepShape(), soft=True) - matmul_flops(StepShape(), soft=False) == pytest.approx(83.3e12, rel=1e-3)
+
+
+def test_inputs_are_seeded_and_documents_fill_the_pack():
+    a, b, other = (make_inputs(TINY, CPU, torch.float32, seed) for seed in (0, 0, 1))
+    assert torch.equal(a.all_hidden_states, b.all_hidden_states) and torch.equal(a.anchors.positions, b.anchors.positions)
+    assert not torch.equal(a.input_ids, other.input_ids)
+    assert int(a.lengths.sum()) == TINY.tokens
+    restarts = (a.position_ids[0] == 0).nonzero().flatten()
+    assert torch.equal(restarts, torch.cumsum(a.lengths, 0) - a.lengths)
+
+
+def test_measure_counts_its_calls():
+    calls = []
+    timing = measure(lambda: calls.append(1), CPU, warmup=2, repeats=3)
+    assert len(calls) == 5 and timing.repeats == 3 and timing.peak_bytes is None
+    assert matmul_ceiling(CPU, torch.float32, 64) > 0

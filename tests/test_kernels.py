@@ -1,0 +1,139 @@
+"""The Triton kernels against plain torch in float64: on a GPU, or anywhere in Triton's interpreter:
+
+    TRITON_INTERPRET=1 python -m pytest tests/test_kernels.py
+
+The variable has to be set before Triton is imported (and, with Triton 3.6, numpy be older than 2.2).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from dflash.attention import AttentionMask, attention
+from dflash.bench.workload import StepShape, make_drafter, make_head, make_inputs
+from dflash.masks import AnchorSet, document_ids, sample_anchors
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None
+    or not (torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"),
+    reason="needs Triton, and a GPU or TRITON_INTERPRET=1",
+)
+TINY = StepShape(tokens=48, anchors=10, block=4, captured=2, document=16, supervised=0.7, hidden=64, layers=2, heads=4,
+                 kv_heads=2, head_dim=16, intermediate=96, vocab=300)
+
+
+@pytest.fixture
+def device():
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def relative(a, b):
+    return float((a.double() - b.double()).norm() / b.double().norm())
+
+
+@pytest.mark.parametrize("vocab", [100, 4096, 9001])  # below, equal to and not a multiple of a tile
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_head_loss(device, vocab, dtype):
+    from dflash.kernels.head_loss import hard_loss_, soft_loss_
+
+    torch.manual_seed(vocab)
+    x, y = (3 * torch.randn(5, vocab, device=device)).to(dtype), (3 * torch.randn(3, vocab, device=device)).to(dtype)
+    x[0, 7] = x[0, vocab - 1] = 30  # a tie: the first index wins
+    rows, scale = torch.tensor([2, 0, 1, 1, 0], device=device), torch.tensor([0.5, 0.0, 2.0, 1.0, 0.1], device=device)
+    labels = torch.randint(0, vocab, (5,), device=device)
+    exact = x.double().requires_grad_()
+    log_t = y.double()[rows].log_softmax(-1)
+    limit = 1e-5 if dtype == torch.float32 else 6e-3
+    for soft in (True, False):
+        logits, loss = x.clone(), torch.full((5,), float("nan"), device=device)
+        best = torch.full((5,), -1, device=device)
+        if soft:
+            soft_loss_(logits, y, rows + 4, scale, loss, best, first_teacher=4)
+            wanted = (log_t.exp() * (log_t - exact.log_softmax(-1))).sum(-1)
+        else:
+            hard_loss_(logits, labels, scale, loss, best)
+            wanted = F.cross_entropy(exact, labels, reduction="none")
+        grad = torch.autograd.grad((wanted * scale).sum(), exact)[0]
+        torch.testing.assert_close(loss.double(), wanted.detach(), rtol=1e-5, atol=1e-5)
+        assert relative(logits, grad) < limit and (logits[1] == 0).all()
+        assert torch.equal(best, x.float().argmax(-1)) and best[0] == 7
+
+
+@pytest.mark.parametrize("block, heads, kv_heads, window", [(32, 4, 1, None), (8, 4, 2, None), (8, 8, 2, 11)])
+def test_block_attention(device, block, heads, kv_heads, window):
+    torch.manual_seed(block + heads)
+    total, lengths = 150, torch.tensor([40, 7, 61, 30])
+    mask = torch.rand(total) > 0.3
+    anchors = sample_anchors(mask, lengths, block, 7)
+    anchors = AnchorSet(anchors.positions.clone(), anchors.valid.clone())
+    anchors.positions[-1], anchors.valid[-1] = 0, False
+    view = AttentionMask(anchors.to(device), document_ids(lengths, total).to(device), block, window)
+    q, grad = torch.randn(2, 1, 7 * block, heads, 16, device=device).transpose(2, 3).unbind()
+    k, v = torch.randn(2, 1, total + 7 * block, kv_heads, 16, device=device).transpose(2, 3).unbind()
+    results = []
+    for backend, dtype in (("triton", torch.float32), ("sdpa", torch.float64)):
+        leaves = [x.to(dtype).detach().requires_grad_() for x in (q, k, v)]
+        out = attention(*leaves, view, backend)
+        results.append([out, *torch.autograd.grad(out, leaves, grad.to(dtype))])
+    for ours, exact in zip(*results, strict=True):
+        assert relative(ours, exact) < 1e-5
+
+
+@pytest.mark.parametrize("soft", [True, False])
+def test_fast_path_is_the_plain_path(device, soft):
+    results = []
+    for fast in (False, True):
+        torch.manual_seed(0)
+        drafter = make_drafter(TINY, make_head(TINY, device, torch.float32), device, torch.float32, fast_path=fast,
+                               attention_backend="triton" if fast else "sdpa", loss_chunk_rows=7)
+        with torch.no_grad():
+            for parameter in drafter.parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+        inputs = make_inputs(TINY, device, torch.float32)
+        loss, metrics = drafter(**inputs.arguments, use_soft_labels=soft)
+        loss.backward()
+        results.append((loss, metrics, {n: p.grad for n, p in drafter.named_parameters()}))
+    (plain, metrics, grads), (fast, fast_metrics, fast_grads) = results
+    torch.testing.assert_close(fast, plain, rtol=1e-5, atol=1e-6)
+    for name, grad in grads.items():
+        assert relative(fast_grads[name], grad) < 1e-4, name
+    for name in ("correct_by_slot", "supervised_by_slot", "accepted_by_slot", "blocks", "accepted"):
+        assert torch.equal(metrics[name], fast_metrics[name])
+
+
+def test_the_fast_path_refuses_a_second_backward(device):
+    drafter = make_drafter(TINY, make_head(TINY, device, torch.float32), device, torch.float32, fast_path=True,
+                           attention_backend="sdpa")
+    loss, _ = drafter(**make_inputs(TINY, device, torch.float32).arguments)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="run forward again"):
+        loss.backward()
+
+
+def test_fast_capture_is_the_plain_capture(device):
+    qwen = pytest.importorskip("transformers.models.qwen3_5")
+    from dflash import fast_target
+    from dflash.bench.target import TargetShape, make_target
+
+    assert qwen
+    shape = TargetShape(layers=4, captured=2, hidden=64, intermediate=96, heads=4, kv_heads=2, head_dim=64,
+                        linear_key_heads=2, linear_value_heads=4, linear_head_dim=16, vocab=300)
+    torch.manual_seed(0)
+    target = make_target(shape, device, torch.float32)
+    with torch.no_grad():
+        for parameter in target.model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    ids, lengths = torch.randint(0, 300, (1, 40)), torch.tensor([13, 20])
+    plain = target.capture(ids, lengths)
+    assert fast_target.attach(target, required=True)
+    fast = target.capture(ids, lengths)
+    for name in ("all_hidden_states", "verifier_last_hidden"):
+        assert relative(getattr(fast, name), getattr(plain, name)) < 1e-4
+        assert (getattr(fast, name)[:, 33:] == 0).all()  # the padding tail
+    short = target.capture(ids, lengths, last_hidden=False)
+    assert torch.equal(short.all_hidden_states, fast.all_hidden_states) and (short.verifier_last_hidden == 0).all()
