@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -31,6 +30,7 @@ from dflash.target import (
     validate_mask_token_id,
 )
 from dflash.target_loading import end_token_ids, load_config, load_tokenizer, resolve_source
+from dflash.target_speed import preflight
 from dflash.warm_start import warm_start
 
 Say = Callable[[str], None]
@@ -81,11 +81,11 @@ def prepare_data(config: RunConfig) -> Data:
 
     read = {"max_length": options.pack_length, "block_size": config.drafter.block_size,
             "vocab_size": model_config.vocab_size}
-    conversations, report = load_conversations(_existing(options.data), tokenizer, **read)
+    conversations, report = load_conversations(options.data, tokenizer, **read)
     if options.held_out_data is None:
         train, held_out = _part(conversations, options.held_out)
     else:
-        others, _ = load_conversations(_existing(options.held_out_data), tokenizer, **read)
+        others, _ = load_conversations(options.held_out_data, tokenizer, **read)
         held_out = _part(others, options.held_out)[1]
         prompts = {c.prompt_key for c in held_out}
         train = [c for c in conversations if c.prompt_key not in prompts]
@@ -97,13 +97,6 @@ def prepare_data(config: RunConfig) -> Data:
     return Data(train, held_out, make_packs(train, options.pack_length, seed=config.train.seed, pad_token_id=pad),
                 make_packs(held_out, options.pack_length, pad_token_id=pad) if held_out else [], report, layer_ids,
                 mask_token_id)
-
-
-def _existing(path: str) -> Path:
-    found = Path(path).expanduser()
-    if not found.exists():
-        raise DataError(f"there is no {found} (looked from {Path.cwd()}); give a JSONL, Parquet or datasets path as data")
-    return found
 
 
 def _part(conversations: list[Conversation], held_out: int) -> tuple[list[Conversation], list[Conversation]]:
@@ -133,8 +126,9 @@ def prepare(config: RunConfig, *, drafter_device: torch.device | str = "cpu",
     target_device = drafter_device if target_device is None else target_device
     target = load_target(config.target.target, device=target_device, layer_ids=data.layer_ids,
                          dtype=compute_dtype(config.target.target_dtype, target_device))
-    say(f"target {target.source}: {target.num_layers} layers, captured {target.layer_ids}, {target.dtype} on "
-        f"{target.device}")
+    say(target.describe())
+    if target.is_hybrid:
+        say(preflight(target).message or "hybrid target with fast linear-attention kernels")
     drafter = make_drafter(config, target, data, drafter_device)
     planner = make_planner(config, data, drafter)
     train = config.train

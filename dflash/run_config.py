@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import difflib
 import math
 import types
 import typing
@@ -170,6 +171,23 @@ class RunConfig:
             section = owners[name]
             sections[section][name] = coerce(name, value, typing.get_type_hints(_SECTIONS[section])[name])
         return cls(**{section: _SECTIONS[section](**values) for section, values in sections.items()})
+
+    @classmethod
+    def from_namespace(cls, namespace: Mapping[str, Any], also: tuple[str, ...] = ()) -> RunConfig:
+        """From a notebook's variables: those that are parameters are used.
+
+        papermill injects a misspelt parameter with no more than a warning; so a variable that is nearly a parameter's
+        name (or one of `also`, the notebook's own parameters) is refused.
+        """
+        known = [f.name for section in _SECTIONS.values() for f in dataclasses.fields(section)]
+        plain = (str, int, float, bool, list, tuple, type(None))
+        for name, value in namespace.items():
+            if name.startswith("_") or name in known or name in also or not isinstance(value, plain):
+                continue
+            near = difflib.get_close_matches(name, [*known, *also], n=1, cutoff=0.75)
+            if near:
+                raise ConfigError(f"unknown parameter {name!r}; did you mean {near[0]!r}?")
+        return cls.from_parameters(**{name: namespace[name] for name in known if name in namespace})
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> RunConfig:

@@ -69,7 +69,7 @@ def _train(run: Run, config: RunConfig, control: RunControl, resume: bool, log: 
     topology = decide(config.runtime)
     for line in topology.table().splitlines():
         log(line)
-    devices = sorted({str(d) for d in (*topology.drafters, *(d for t in topology.targets for d in t))})
+    devices = [str(device) for device in topology.devices]
     with ExitStack() as stack:
         stack.enter_context(DeviceSampler(run.metrics, devices))
         job = prepare(config, drafter_device=topology.drafters[0], target_device=topology.targets[0][0], say=log,
@@ -107,7 +107,7 @@ def _train(run: Run, config: RunConfig, control: RunControl, resume: bool, log: 
 
 def build_engine(job: Job, topology: Topology, run: Run) -> Engine:
     """The serial engine where one device does everything, else workers on their own devices."""
-    if topology.shared and len(topology.drafters) == 1:
+    if topology.serial:
         return SerialEngine(Replica(job.drafter, job.config.train), job.source)
     from dflash.runner.threads import ThreadsEngine
 

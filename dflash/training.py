@@ -66,7 +66,7 @@ class Replica:
             all_hidden_states=features.all_hidden_states.to(device, non_blocking=True),
             verifier_last_hidden=features.verifier_last_hidden.to(device, non_blocking=True),
             input_ids=pack.input_ids[None].to(device, non_blocking=True),
-            loss_mask=pack.loss_mask[None].to(device, non_blocking=True),
+            loss_mask=pack.loss_mask[None],  # stays on the host, where the rows for the head are chosen
             lengths=pack.lengths,
             position_ids=pack.position_ids[None].to(device, non_blocking=True),
             use_soft_labels=self.options.soft_labels,
@@ -254,10 +254,12 @@ class Trainer:
         return Outcome(status, step, self.skipped, self.acceptance)
 
     def state_dict(self) -> dict:
-        return {"total": self.total, "skipped": self.skipped, "acceptance": self.acceptance}
+        return {"asked": self.options.steps, "total": self.total, "skipped": self.skipped, "acceptance": self.acceptance}
 
     def load_state_dict(self, state: dict) -> None:
-        self.total, self.skipped, self.acceptance = state["total"], state["skipped"], state["acceptance"]
+        if state["asked"] == self.options.steps:  # else more or fewer steps are wanted now
+            self.total = state["total"]
+        self.skipped, self.acceptance = state["skipped"], state["acceptance"]
 
     def evaluate(self, step: int) -> None:
         """Held-out acceptance length, as an `eval` record."""

@@ -1,0 +1,52 @@
+# make train   set up, train the default drafter, write runs/<id>/report.html
+# make test    set up, run the test suite
+# make lab     set up, open JupyterLab on the index
+SHELL := /bin/bash
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+VENV := .venv
+BIN := $(VENV)/bin
+ID ?= $(shell date +%Y%m%d-%H%M%S)
+PARAMETERS ?=
+
+.PHONY: help env train train-gpu test test-browser lint lab clean
+
+help:
+	@sed -n 's/^# make /make /p' Makefile
+
+env: $(VENV)/ready
+
+$(VENV)/ready: requirements.txt requirements-test.txt requirements-model.txt tools/make_env.py
+	$(PYTHON) tools/make_env.py $(VENV) --torch '$(TORCH)'
+	touch $@
+
+train: env
+	mkdir -p runs/$(ID)
+	status=0; $(BIN)/papermill notebooks/05_train.ipynb runs/$(ID)/report.ipynb -r run_id $(ID) \
+	    --autosave-cell-every 5 $(PARAMETERS) || status=$$?; \
+	$(BIN)/python -m dflash report runs/$(ID)/report.ipynb -o runs/$(ID)/report.html; exit $$status
+
+# make train-gpu   the same on one GPU with more data (a few minutes)
+train-gpu:
+	$(MAKE) train PARAMETERS="-p gpus 0 -p data data/smollm2_greedy.parquet \
+	    -p held_out_data data/smollm2_conversations.jsonl -p held_out 64 -r max_conversations '' -r draft_vocab '' \
+	    -p drafter_layers 4 -p num_captured 5 -p block_size 8 -p max_anchors 512 -p pack_length 4096 -r gamma 4.0 \
+	    -p steps 4000 -p lr 1e-3 -r max_minutes 5 -p eval_every 250 $(PARAMETERS)"
+
+test: env
+	$(BIN)/python -m pytest -q -m "not heavy"
+
+# make test-browser   the tests that drive JupyterLab in Chromium
+test-browser: env
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check playwright
+	$(BIN)/python -m pytest -q -m browser
+
+# make lint   ruff
+lint: env
+	$(BIN)/ruff check dflash tests tools
+
+lab: env
+	$(BIN)/jupyter lab --notebook-dir . notebooks/index.ipynb
+
+clean:
+	rm -rf $(VENV)
