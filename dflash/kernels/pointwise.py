@@ -33,7 +33,8 @@ def _norm_forward(x_ptr, delta_ptr, weight_ptr, sum_ptr, y_ptr, rstd_ptr, size, 
     tl.store(rstd_ptr + row, rstd)
 
 
-@triton.jit
+# The number of rows changes with the data and must not make a new variant of the kernel.
+@triton.jit(do_not_specialize=["rows"])
 def _norm_backward(x_ptr, rstd_ptr, weight_ptr, dy_ptr, dsum_ptr, dx_ptr, dweight_ptr, rows, size, ADD: tl.constexpr,
                    BLOCK: tl.constexpr):
     program = tl.program_id(0)

@@ -13,7 +13,8 @@ TIME = 32
 CHANNELS = 128
 
 
-@triton.jit
+# Lengths change with the data and must not make new variants of the kernels.
+@triton.jit(do_not_specialize=["length"])
 def _conv_silu(x_ptr, weight_ptr, position_ptr, out_ptr, length, x_row, out_row, WIDTH: tl.constexpr,
                TIME: tl.constexpr, CHANNELS: tl.constexpr):
     time = tl.program_id(0) * TIME + tl.arange(0, TIME)
@@ -46,7 +47,7 @@ def conv_silu(x: Tensor, weight: Tensor, positions: Tensor, out: Tensor) -> None
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _gated_norm(x_ptr, gate_ptr, weight_ptr, out_ptr, rows, eps, ROWS: tl.constexpr, D: tl.constexpr):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     at = row.to(tl.int64)[:, None] * D + tl.arange(0, D)[None, :]
@@ -68,7 +69,7 @@ def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["length"])
 def _norm_partial_rotary(x_ptr, weight_ptr, cos_ptr, sin_ptr, out_ptr, length, x_row, x_head, out_row, out_head, eps,
                          ROWS: tl.constexpr, D: tl.constexpr, ROTARY: tl.constexpr):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
