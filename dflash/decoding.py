@@ -161,6 +161,7 @@ def speculative_generate(
     generator: torch.Generator | None = None,
     eos_token_ids: list[int] | None = None,
     *,
+    max_draft: int | None = None,
     rule: GreedyRule | SampledRule | ForcedRule | None = None,
 ) -> DecodeResult:
     """Continue a prompt with a drafter.
@@ -169,6 +170,8 @@ def speculative_generate(
         prompt_ids: at least one token. max_new_tokens: exact upper bound, at least 1.
         temperature: 0 is greedy. generator: makes sampling repeatable.
         eos_token_ids: tokens that end the text, kept as its last token; None takes all of the target's.
+        max_draft: verify only this many drafts of each block (None: all S-1). Late slots seldom stand; leaving them out
+            makes a target call cheaper where it is not bound by memory.
         rule: how drafts are drawn and judged, in place of the one the temperature implies.
 
     Raises: ConfigError when the drafter reads other layers than the target captures, for an empty prompt, or a
@@ -181,6 +184,7 @@ def speculative_generate(
             f"the target with layer_ids={drafter.target_layer_ids}"
         )
     rule = rule or (SampledRule(temperature, generator) if temperature else GreedyRule())
+    most = drafter.block_size - 1 if max_draft is None else max(0, max_draft)
     where = drafter.fc.weight.device
     session, context = TargetSession(target, 2 * drafter.block_size), drafter.new_context()
     start = _now(target)
@@ -191,7 +195,7 @@ def speculative_generate(
     while result.finish_reason == "":
         anchor, left = result.tokens[-1], max_new_tokens - len(result.tokens)
         # The whole block is drafted even when less is needed: a shorter one would be another input than in training.
-        drafts = rule.draft(drafter, drafter.propose(context, anchor))[: left - 1]
+        drafts = rule.draft(drafter, drafter.propose(context, anchor))[:most][: left - 1]
         features, logits = session.advance([anchor, *drafts])
         count, bonus = rule.verify(drafts, logits)
         session.keep(count + 1)

@@ -29,6 +29,7 @@ from dflash.model import DFlashDrafter
 from dflash.parity import parity_check
 from dflash.run_config import RunConfig
 from dflash.target import Target, load_target
+from dflash.train_run import run_folder
 
 _MAX_LENGTH = 4096  # tokens of a conversation that is read outside a run
 
@@ -39,7 +40,7 @@ __all__ = ["EvaluateOptions", "evaluate", "evaluate_acceptance", "summarize", "w
 class EvaluateOptions:
     """What to evaluate and how.
 
-    Either `run`, a run folder (its newest checkpoint, target and held-out conversations), or `drafter`, a drafter
+    Either `run`, a run folder or id (its newest checkpoint, target and held-out conversations), or `drafter`, a drafter
     folder in any known layout, with `target`.
     """
 
@@ -56,6 +57,7 @@ class EvaluateOptions:
     dtype: str = "float32"
     seed: int = 0
     compare: bool = True  # decode plainly too, for exactness and speed
+    max_draft: int | None = None  # verify only this many drafts of each block; None: all
     parity_responses: int = 8  # held-out responses in the training-decoding comparison; 0: leave it out
 
     def __post_init__(self) -> None:
@@ -69,10 +71,7 @@ class EvaluateOptions:
 
 def drafter_folder(options: EvaluateOptions) -> Path:
     """Where the drafter lies: the folder named, or the newest complete checkpoint of the run."""
-    if options.drafter is not None:
-        return Path(options.drafter)
-    run = Path(options.run)
-    return run if (run / SETTINGS).is_file() else latest_checkpoint(run)
+    return latest_checkpoint(run_folder(options.run)) if options.drafter is None else Path(options.drafter)
 
 
 def newest_run(root: str | Path = "runs") -> Path:
@@ -86,7 +85,7 @@ def newest_run(root: str | Path = "runs") -> Path:
 
 def evaluate(options: EvaluateOptions, say=print) -> dict[str, Any]:
     """Run the whole evaluation; see the module's words. Returns what `evaluation.json` holds."""
-    config = RunConfig.load(Path(options.run) / "config.yaml") if options.run else None
+    config = RunConfig.load(run_folder(options.run) / "config.yaml") if options.run else None
     folder = drafter_folder(options)
     settings = drafter_layout(folder)
     device = options.device if options.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
@@ -101,8 +100,9 @@ def evaluate(options: EvaluateOptions, say=print) -> dict[str, Any]:
     say(f"drafter {folder}, target {name}, {options.dtype} on {device}")
     say(f"first of {len(prompts)} prompts, as the target sees it:\n{prompts[0].text}\n")
 
-    results = evaluate_prompts(target, drafter, prompts, options.max_new_tokens, options.temperature, options.seed,
-                               options.compare, lambda done, total, result: say(_line(done, total, result)))
+    results = evaluate_prompts(
+        target, drafter, prompts, options.max_new_tokens, options.temperature, options.seed, options.compare,
+        options.max_draft, lambda done, total, result: say(_line(done, total, result)))
     summary = summarize_prompts(results, drafter.block_size)
     answers = ["".join(chunk["text"] for chunk in result.chunks[:8]) for result in results]
     modes = [thinking_mode(prompt.text, answer) for prompt, answer in zip(prompts, answers, strict=True)]
@@ -111,6 +111,7 @@ def evaluate(options: EvaluateOptions, say=print) -> dict[str, Any]:
     summary |= {
         "target": str(name), "drafter": str(folder), "device": str(device), "dtype": options.dtype,
         "temperature": options.temperature, "max_new_tokens": options.max_new_tokens, "seed": options.seed,
+        "max_draft": options.max_draft,
         "block_size": drafter.block_size, "target_layer_ids": list(drafter.target_layer_ids),
         "rendered_prompt": prompts[0].text, "thinking_mode": Counter(modes).most_common(1)[0][0],
         "training_modes": dict(trained), "warnings": [warning] if warning else [], "held_out": None, "parity": None,
@@ -246,10 +247,10 @@ def _finite(value: Any) -> Any:
 def main(args: argparse.Namespace) -> int:
     options = EvaluateOptions(
         args.run_folder, args.drafter, args.target, args.prompts, args.data, args.limit, args.max_new_tokens,
-        args.temperature, args.thinking, args.device, args.dtype, args.seed, args.compare, args.parity)
+        args.temperature, args.thinking, args.device, args.dtype, args.seed, args.compare, args.max_draft, args.parity)
     summary = evaluate(options)
     print("\n" + table(summary))
-    out = args.json or (str(Path(options.run) / "evaluation.json") if options.run else None)
+    out = args.json or (run_folder(options.run) / "evaluation.json" if options.run else None)
     if out:
         print(f"written to {write_evaluation(summary, out)}")
     disagrees = summary["parity"] is not None and not summary["parity"]["agrees"]
@@ -258,7 +259,7 @@ def main(args: argparse.Namespace) -> int:
 
 def add_parser(subparsers) -> None:
     p = subparsers.add_parser("evaluate", help="acceptance length, exactness and speed of a trained drafter")
-    p.add_argument("--run", dest="run_folder", metavar="FOLDER", help="run folder: newest checkpoint, held-out data")
+    p.add_argument("--run", dest="run_folder", metavar="FOLDER", help="run folder or id: newest checkpoint, held-out text")
     p.add_argument("--drafter", metavar="FOLDER", help="drafter folder (checkpoint, z-lab or speculators layout)")
     p.add_argument("--target", help="target; default: the one the drafter was trained for")
     p.add_argument("--prompts", metavar="FILE", help="one prompt a line, or JSONL with messages or prompt")
@@ -274,6 +275,7 @@ def add_parser(subparsers) -> None:
     p.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float64"))
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--no-plain", dest="compare", action="store_false", help="no plain decoding: no speed, no exactness")
+    p.add_argument("--max-draft", type=int, metavar="K", help="verify only the first K drafts of each block")
     p.add_argument("--parity", type=int, default=8, metavar="N", help="responses in the training comparison (8)")
     p.add_argument("--json", metavar="OUT", help="where the figures go; default: evaluation.json in the run folder")
     p.set_defaults(run=main)

@@ -70,19 +70,25 @@ def evaluate_prompts(
     temperature: float = 0.0,
     seed: int = 0,
     compare: bool = True,
+    max_draft: int | None = None,
     progress: Callable[[int, int, PromptResult], None] = lambda done, total, result: None,
 ) -> list[PromptResult]:
-    """Decode every prompt with the drafter and, with `compare`, plainly too, on the same cache and clock."""
+    """Decode every prompt with the drafter and, with `compare`, plainly too, on the same cache and clock.
+
+    Args:
+        max_draft: see `speculative_generate`. progress: called after each prompt with (done, total, result).
+    """
     was_training = drafter.training
     drafter.eval()
-    warm = list(prompts[0].ids)
-    speculative_generate(target, drafter, warm, 4, temperature, _generator(seed))  # first calls are slow: not timed
+    warm = list(prompts[0].ids)  # first calls are slow: not timed
+    speculative_generate(target, drafter, warm, 4, temperature, _generator(seed), max_draft=max_draft)
     if compare:
         plain_generate(target, warm, 2, temperature, _generator(seed))
     results = []
     for index, prompt in enumerate(prompts):
         ids = list(prompt.ids)
-        decoded = speculative_generate(target, drafter, ids, max_new_tokens, temperature, _generator(seed + index))
+        decoded = speculative_generate(target, drafter, ids, max_new_tokens, temperature, _generator(seed + index),
+                                       max_draft=max_draft)
         plain = plain_generate(target, ids, max_new_tokens, temperature, _generator(seed + index)) if compare else None
         results.append(_result(target, drafter, prompt, decoded, plain, temperature == 0))
         progress(index + 1, len(prompts), results[-1])

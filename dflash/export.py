@@ -19,6 +19,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from dflash.checkpoint import latest_checkpoint
 from dflash.drafter_io import (
@@ -137,7 +138,9 @@ def _card(settings: Mapping[str, Any], layout: str, verifier: str, dtype: str, r
         f"{settings['config']['num_hidden_layers']} layers, {dtype}.", "",
         f"Target features are the outputs of target layers {layers} (0-based; transformers' `hidden_states[l + 1]`). "
         f"In this config: {where}.", "",
-        "Embedding and head are the target's and are not in the file.",
+        "Embedding and head are the target's; " + (
+            f"only the head rows of the {settings['config']['draft_vocab_size']} draft tokens are in the file."
+            if layout == "speculators" and settings["config"]["draft_vocab_size"] else "neither is in the file."),
     ]
     return "\n".join(lines + [f"\nNote: {remark}." for remark in remarks]) + "\n"
 
@@ -221,9 +224,11 @@ def target_head(name: str) -> Tensor:
 
 
 def main(args: argparse.Namespace) -> int:
+    from dflash.train_run import run_folder
+
     if (args.run_folder is None) == (args.drafter is None):
         raise ConfigError("give either a run folder (--run) or a drafter folder (--drafter), not both or none")
-    folder = latest_checkpoint(args.run_folder) if args.run_folder else Path(args.drafter)
+    folder = latest_checkpoint(run_folder(args.run_folder)) if args.run_folder else Path(args.drafter)
     drafter, settings = read_any(folder, args.approximate)
     if args.dtype != "keep":
         drafter = drafter.to(getattr(torch, args.dtype))
@@ -233,7 +238,8 @@ def main(args: argparse.Namespace) -> int:
         if name is None:
             raise ConfigError(f"{folder} does not say which target it belongs to; name it with --target")
         config = load_config(resolve_source(name))
-        layers, architectures = layers or config.num_hidden_layers, config.architectures or []
+        layers = layers or config.num_hidden_layers
+        architectures = config.architectures or [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
     if args.format == "speculators" and draft_vocabulary(drafter) is not None:
         head = target_head(name)
     remarks = export_drafter(drafter, args.out, args.format, name or "unknown", num_target_layers=layers,
@@ -248,7 +254,7 @@ def main(args: argparse.Namespace) -> int:
 
 def add_parser(subparsers) -> None:
     p = subparsers.add_parser("export", help="write a drafter in the z-lab or speculators layout, or read one")
-    p.add_argument("--run", dest="run_folder", metavar="FOLDER", help="run folder; its newest checkpoint is exported")
+    p.add_argument("--run", dest="run_folder", metavar="FOLDER", help="run folder or id; its newest checkpoint is exported")
     p.add_argument("--drafter", metavar="FOLDER", help="drafter folder of any layout")
     p.add_argument("--format", choices=FORMATS, required=True, help="dflash: a checkpoint of this package")
     p.add_argument("--out", required=True, metavar="DIR", help="new folder")

@@ -76,6 +76,13 @@ def test_max_new_tokens_is_exact(target, text, count):
         assert result.target_calls >= -(-(count - 1) // BLOCK)
 
 
+@pytest.mark.parametrize("most", [0, 1, 2, 99])
+def test_fewer_drafts_verified(target, text, most):
+    result = speculative_generate(target, drafters(target, text)["perfect"], PROMPT, 21, eos_token_ids=[], max_draft=most)
+    assert result.tokens == text[:21] and max(result.accepted) == min(most, BLOCK - 1)
+    assert result.target_calls == -(-20 // (min(most, BLOCK - 1) + 1))
+
+
 def test_end_token_at_every_slot(target, text):
     """Case 47: an end token inside a block ends the text there, whichever id of several it is."""
     firsts = [place for place, token in enumerate(text) if token not in text[:place]]

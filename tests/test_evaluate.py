@@ -208,6 +208,9 @@ def test_refusals(tmp_path):
         EvaluateOptions()
     with pytest.raises(ConfigError, match="at least 1"):
         EvaluateOptions(run="x", limit=0)
+    with pytest.raises(RunError, match="no run at"):
+        drafter_folder(EvaluateOptions(run=str(tmp_path)))
+    (tmp_path / "config.yaml").write_text("{}")
     with pytest.raises(RunError, match="no complete checkpoint"):
         drafter_folder(EvaluateOptions(run=str(tmp_path)))
 

@@ -163,6 +163,8 @@ def test_tied_target(tmp_path, layout):
     loaded = load_target(tmp_path / "target", layer_ids=[0, 2])
     assert torch.equal(loaded.head_weight, loaded.embed_weight)
     drafter = random_drafter(loaded, draft_ids=IDS if layout != "zlab" else None)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/config.yaml").write_text("{}")
     save_checkpoint(tmp_path / "run", 1, drafter, str(tmp_path / "target"), {})
     assert main(["export", "--run", str(tmp_path / "run"), "--format", layout, "--out", str(tmp_path / "x")]) == 0
     if layout == "dflash":
