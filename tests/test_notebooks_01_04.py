@@ -13,7 +13,7 @@ from papermill.exceptions import PapermillExecutionError
 from dflash.compile_safety.coldrun import ColdReport
 from dflash.compile_safety.probes import ProbeResult
 from dflash.isolation.kernel import KernelCase, case_rule, kernel_cases, reference_error
-from dflash.isolation.launch import launch_rows, probe_rows, timeline_bundle
+from dflash.isolation.launch import launch_rows, probe_rows, timeline_bundle, timeline_text
 from dflash.isolation.tables import text_table
 
 ROOT = Path(__file__).parents[1]
@@ -114,6 +114,8 @@ def test_launches_and_probes_as_rows_and_a_timeline():
     assert row["s a process"] == 4.0 and off.faults == 2
     shown = timeline_bundle(off)
     assert "2 calls in 2 threads" in shown["text/plain"] and shown["image/png"]
+    drawn = timeline_text(spans, ["a", "b"]).splitlines()
+    assert drawn[1].startswith("a ") and drawn[1].count("#") > 4 * drawn[2].count("-") > 0
     assert timeline_bundle(ColdReport(True, ["cpu"], 2))["image/png"]  # no process finished a call
     probes = [ProbeResult("p", on, "clean" if on else "fault", "why\nmore", 1.0) for on in (False, True)]
     assert probe_rows(probes) == [{"probe": "p", "protection off": "fault", "protection on": "clean",

@@ -116,7 +116,7 @@ def _launch(devices: list[str], threads: int, repeats: int, protect: bool, noise
 
     from dflash.compile_safety.boundary import CompiledFunction
     from dflash.compile_safety.protect import installed
-    from dflash.flex import compiled_flex_attention
+    from dflash.flex import build_block_mask, compiled_flex_attention
 
     def layer(x, w):
         return F.gelu(x @ w).square().mean()
@@ -125,9 +125,11 @@ def _launch(devices: list[str], threads: int, repeats: int, protect: bool, noise
         attention = compiled_flex_attention if backend == "inductor" else CompiledFunction(
             flex_attention, backend=backend)
         compiled_layer = CompiledFunction(layer, backend=backend)
+        build = build_block_mask
     else:
         attention = torch.compile(flex_attention, dynamic=False, backend=backend)
         compiled_layer = torch.compile(layer, dynamic=False, backend=backend)
+        build = _plain_masks(backend)
     cases = [make_case(torch.device(devices[index % len(devices)]), index) for index in range(threads)]
     state = {"errors": [], "mismatches": [], "timeline": []}
     outputs: list[Any] = [None] * threads
@@ -137,10 +139,11 @@ def _launch(devices: list[str], threads: int, repeats: int, protect: bool, noise
     def work(index: int) -> None:
         step = 0
         try:
+            _use(cases[index]["device"])
             barrier.wait()
             while step < repeats or (len(first_calls) < threads and not state["errors"]):
                 start = time.perf_counter()
-                outputs[index] = attend(attention, cases[index])
+                outputs[index] = attend(attention, cases[index], build)
                 first_calls.add(index)
                 if len(state["timeline"]) < MAX_SPANS:
                     state["timeline"].append({"thread": index, "name": "first call" if step == 0 else "warm call",
@@ -167,15 +170,37 @@ def _launch(devices: list[str], threads: int, repeats: int, protect: bool, noise
         if noise:
             noisy.join()
         if not state["errors"]:
-            _compare(state, attention, compiled_layer, cases, outputs)
+            _compare(state, attention, compiled_layer, cases, outputs, build)
     return state
+
+
+def _plain_masks(backend: str) -> Callable:
+    """Block masks as a run without this package builds them: compiled on CUDA, eager on CPU."""
+    import torch
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    compiled = torch.compile(create_block_mask, dynamic=False, backend=backend)
+
+    def build(rule, queries: int, keys: int, device):
+        make = compiled if device.type == "cuda" else create_block_mask
+        with torch.no_grad():
+            return make(rule, None, None, queries, keys, device)
+
+    return build
+
+
+def _use(device) -> None:
+    """Make `device` the calling thread's current one."""
+    import torch
+
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
 
 
 def make_case(device, index: int) -> dict:
     """One thread's inputs: an anchor mask over its own number of context positions and blocks."""
     import torch
 
-    from dflash.flex import build_block_mask
     from dflash.masks import AnchorSet, dense_mask, document_ids, visibility
 
     generator = torch.Generator().manual_seed(index)
@@ -193,20 +218,22 @@ def make_case(device, index: int) -> dict:
     layer_grad = torch.randn(32 + 16 * index, 32, generator=generator).to(device).requires_grad_()
     return {
         "q": draw(1, 4, q_len, 64), "k": draw(1, 2, total + q_len, 64), "v": draw(1, 2, total + q_len, 64),
-        "mask": build_block_mask(rule, q_len, total + q_len, device) if device.type == "cpu" else None,
         "rule": rule, "dense": dense_mask(rule, q_len, total + q_len, device),
         "x": torch.randn(8, 32 + 16 * index, generator=generator).to(device), "w": layer_grad, "device": device,
     }
 
 
-def attend(attention, case: dict) -> list:
-    """Forward, and backward on CUDA; returns the tensors that have to be equal, on the host."""
+def attend(attention, case: dict, build: Callable | None = None) -> list:
+    """Forward, and backward on CUDA; returns the tensors that have to be equal, on the host.
+
+    `build` makes the block mask anew for each call, as a run does; by default the package's own.
+    """
     import torch
 
     from dflash.flex import build_block_mask
 
     q, k, v = case["q"], case["k"], case["v"]
-    mask = case["mask"] or build_block_mask(case["rule"], q.shape[2], k.shape[2], case["device"])
+    mask = (build or build_block_mask)(case["rule"], q.shape[2], k.shape[2], case["device"])
     out = attention(q, k, v, block_mask=mask, enable_gqa=True)
     result = [out]
     if q.requires_grad:
@@ -221,12 +248,13 @@ def _train(layer, case: dict) -> list:
     return [torch.autograd.grad(layer(case["x"], case["w"]), case["w"])[0].cpu()]
 
 
-def _compare(state: dict, attention, layer, cases: list[dict], outputs: list) -> None:
+def _compare(state: dict, attention, layer, cases: list[dict], outputs: list, build) -> None:
     import torch
     from torch.nn.functional import scaled_dot_product_attention
 
     for index, (case, threaded) in enumerate(zip(cases, outputs, strict=True)):
-        alone = attend(attention, case) + _train(layer, case)
+        _use(case["device"])
+        alone = attend(attention, case, build) + _train(layer, case)
         if not all(torch.equal(a, b) for a, b in zip(alone, threaded, strict=True)):
             state["mismatches"].append(f"thread {index}: outputs differ from the single-threaded ones")
         q, k, v = (case[name].detach().float().cpu() for name in "qkv")

@@ -55,6 +55,8 @@ def run_probe(
     """
     if name not in PROBES:
         raise ValueError(f"unknown probe {name!r}; known: {', '.join(PROBES)}")
+    if name == "lazy_backward_deadlock":
+        backend = "inductor"  # the others have no lazily compiled backward
     arguments = [name, "--backend", backend, "--device", device, *(["--protect"] if protect else [])]
     result = run_isolated(__name__, arguments, limit)
     if result.hung:

@@ -52,7 +52,7 @@ class DrafterAlone:
 
     def checksum(self) -> float:
         """Changes when any weight changes."""
-        return sum(float(p.double().abs().sum()) for p in self.drafter.parameters())
+        return sum(float(p.detach().double().abs().sum()) for p in self.drafter.parameters())
 
     def stacked_features(self) -> torch.Tensor:
         """The same features stacked as [1, T, N, H], the layout that crashed deep inside a matmul."""

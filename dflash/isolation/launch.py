@@ -13,12 +13,10 @@ from torch.nn.attention.flex_attention import flex_attention
 from dflash.compile_safety import CompiledFunction, WarmupJob, protected
 from dflash.compile_safety.coldrun import ColdReport, attend, make_case
 from dflash.compile_safety.probes import ProbeResult
-from dflash.dashboard import style
-from dflash.dashboard.bundle import bundle
-from dflash.dashboard.panels import Panel, Spans
 from dflash.flex import compiled_flex_attention
 
-COLOURS = {"first call": style.ORANGE, "warm call": style.BLUE}
+MARKS = {"first call": "#", "warm call": "-"}  # of the text form
+COLUMNS = 72
 
 
 def probe_rows(results: list[ProbeResult]) -> list[dict[str, Any]]:
@@ -41,21 +39,49 @@ def launch_rows(reports: list[ColdReport]) -> list[dict[str, Any]]:
 
 
 def timeline_bundle(report: ColdReport, process: int = 0) -> dict[str, Any]:
-    """When each thread was in its first call and in warm ones, as a MIME bundle for `display(..., raw=True)`."""
+    """When each thread was in its first call and in warm ones, as a MIME bundle for `display(..., raw=True)`.
+
+    Without the plotting libraries the bundle is text alone.
+    """
     spans = report.timelines[process] if process < len(report.timelines) else []
     lanes = [f"drafter {index}" for index in range(report.threads)]
+    text = timeline_text(spans, lanes)
+    try:
+        return _drawn(spans, lanes, f"Drafter threads, protection {'on' if report.protected else 'off'}", text)
+    except ImportError:
+        return {"text/plain": text}
+
+
+def timeline_text(spans: list[dict], lanes: list[str]) -> str:
+    """The timeline as characters, one line a thread: # first call, - warm calls."""
+    end = max((span["start"] + span["seconds"] for span in spans), default=0.0)
+    lines = [f"{len(spans)} calls in {len(lanes)} threads over {end:.1f} s; # first call, - warm calls"]
+    for index, lane in enumerate(lanes):
+        cells = [" "] * COLUMNS
+        for span in spans:
+            if span["thread"] == index:
+                first = int(span["start"] / end * (COLUMNS - 1))
+                last = int((span["start"] + span["seconds"]) / end * (COLUMNS - 1))
+                cells[first : last + 1] = MARKS[span["name"]] * (last + 1 - first)
+        lines.append(f"{lane:<10} |{''.join(cells)}|")
+    return "\n".join(lines)
+
+
+def _drawn(spans: list[dict], lanes: list[str], title: str, text: str) -> dict[str, Any]:
+    from dflash.dashboard import style
+    from dflash.dashboard.bundle import bundle
+    from dflash.dashboard.panels import Panel, Spans
+
     drawn = []
-    for name, colour in COLOURS.items():
+    for name, colour in (("first call", style.ORANGE), ("warm call", style.BLUE)):
         chosen = [span for span in spans if span["name"] == name]
         if chosen:
             drawn.append(Spans(name, [lanes[span["thread"]] for span in chosen],
                                np.array([span["start"] for span in chosen]),
                                np.array([span["seconds"] for span in chosen]), colour))
-    mode = "on" if report.protected else "off"
-    panel = Panel("threads", f"Drafter threads, protection {mode}", "seconds since the barrier", "", spans=drawn,
-                  lanes=lanes, note="no thread completed a call")
-    first = sum(span["seconds"] for span in spans if span["name"] == "first call")
-    return bundle([panel], f"{len(spans)} calls in {report.threads} threads, {first:.1f} s of them first calls", columns=1)
+    panel = Panel("threads", title, "seconds since the barrier", "", spans=drawn, lanes=lanes,
+                  note="no thread completed a call")
+    return bundle([panel], text, columns=1)
 
 
 def warmed_launch(device: torch.device, calls: int, backend: str, threads: int = 3) -> dict[str, Any]:
