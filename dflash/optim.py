@@ -20,9 +20,10 @@ def learning_rate(step: int, total: int, warmup: int, base: float, min_ratio: fl
 class MasterAdamW:
     """AdamW whose weights, moments and gradients are float32, whatever the model computes in.
 
-    `accumulate` moves the model's gradients into float32 and clears them; `step` clips, updates the masters and
-    copies them back. A gradient that is not finite changes nothing (the fused kernel skips on the device) and is
-    visible in the norm that `step` returns. Matrices decay, norms do not.
+    `accumulate` moves the model's gradients into float32 and clears them; between steps those do not exist, unless
+    someone else put tensors of their own into `gradients` (one per master), which are then kept. `step` clips, updates
+    the masters and copies them back. A gradient that is not finite changes nothing (the fused kernel skips on the
+    device) and is visible in the norm that `step` returns. Matrices decay, norms do not.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], *, betas: tuple[float, float], weight_decay: float,
@@ -33,7 +34,8 @@ class MasterAdamW:
         self.masters = self.parameters if self.shared else [
             nn.Parameter(p.detach().float()) for p in self.parameters
         ]
-        self.gradients = [torch.zeros_like(m) for m in self.masters]  # float32
+        self.gradients: list[Tensor] = []  # float32
+        self._own = False  # made by `accumulate`, dropped by `step`
         groups = [
             {"params": [m for m in self.masters if m.dim() > 1], "weight_decay": weight_decay},
             {"params": [m for m in self.masters if m.dim() <= 1], "weight_decay": 0.0},
@@ -42,11 +44,14 @@ class MasterAdamW:
 
     def accumulate(self) -> None:
         """Add the model's gradients to the float32 ones and drop them."""
-        present = [(g, p) for g, p in zip(self.gradients, self.parameters, strict=True) if p.grad is not None]
-        if present:
-            torch._foreach_add_([g for g, _ in present], [p.grad.float() for _, p in present])
-        for p in self.parameters:
-            p.grad = None
+        first = not self.gradients
+        self._own = self._own or first
+        for index, p in enumerate(self.parameters):
+            grad, p.grad = p.grad, None  # one by one, so that no second float32 copy of all of them exists
+            if first:
+                self.gradients.append(torch.zeros_like(self.masters[index]) if grad is None else grad.float())
+            elif grad is not None:
+                self.gradients[index].add_(grad)
 
     @torch.no_grad()
     def step(self, lr: float) -> Tensor:
@@ -67,7 +72,10 @@ class MasterAdamW:
             master.grad = None
         if not self.shared:
             torch._foreach_copy_(self.parameters, self.masters)
-        torch._foreach_zero_(self.gradients)
+        if self._own:
+            self.gradients, self._own = [], False
+        else:
+            torch._foreach_zero_(self.gradients)
         return norm
 
     @torch.no_grad()
