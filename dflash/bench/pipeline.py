@@ -123,7 +123,7 @@ def run_steps(engine: PipelineEngine, steps: int, topology: Topology, lr: float,
 
 
 def measure_pipeline(case: Case, topology: Topology, steps: int, depth: int = 2, run=None, run_dir=None,
-                     step_timeout: float = 120.0) -> dict:
+                     step_timeout: float = 120.0, repeats: int = 3) -> dict:
     """Both stages alone, then the pipeline, and how close it comes to its slower side."""
     target = make_target(case, topology.targets[0][0])
     replica = make_replica(case, target, topology.drafters[0])
@@ -131,16 +131,18 @@ def measure_pipeline(case: Case, topology: Topology, steps: int, depth: int = 2,
     for device in (target.device, replica.device):
         with on(device):
             ceilings[device] = matmul_ceiling(device, case.dtype)
-    result = {"target": measure_target(case, target, ceilings[target.device])}
+    result = {"target": measure_target(case, target, ceilings[target.device], repeats)}
     free_memory(target.device)
-    result["drafter"] = measure_drafter(case, target, replica, ceilings[replica.device])
+    result["drafter"] = measure_drafter(case, target, replica, ceilings[replica.device],
+                                        repeats)
     replica = Replica(replica.drafter, case.options)  # moments as new, like those of the other replicas
     free_memory(replica.device)
     for device in topology.devices:
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
     engine = make_engine(case, topology, steps, depth, run, target, replica)
-    result["pipeline"] = run_steps(engine, steps, topology, case.lr, run_dir=run_dir, step_timeout=step_timeout)
+    result["pipeline"] = run_steps(engine, steps, topology, case.lr, warm=min(depth + 2, steps - 1),
+                                   run_dir=run_dir, step_timeout=step_timeout)
     rates = Rates(result["target"]["tokens_per_second"], result["drafter"]["tokens_per_second"])
     fed, eaten = len(topology.targets) * rates.target, len(topology.drafters) * rates.drafter
     if topology.shared:

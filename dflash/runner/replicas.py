@@ -18,6 +18,7 @@ from dflash.target import Target
 from dflash.training import Replica
 
 _ALIGN = 64  # elements; every gradient starts on a 256-byte boundary, as an allocation of its own would
+_NCCL_PIECE = 1 << 30  # elements of one all-reduce: torch counts them in 32 bits
 _PIECE = 64 << 20  # elements copied at once where NCCL is absent: 256 MiB of staging
 
 
@@ -55,7 +56,13 @@ def copy_target(target: Target, device: torch.device) -> Target:
     model = copy_module(target.model, device, share=True)
     for module in model.modules():
         module._forward_hooks.clear()  # those of the first target
-    return Target(model, target.tokenizer, target.layer_ids, target.source, target.max_batch_tokens, target.note)
+    copied = Target(model, target.tokenizer, target.layer_ids, target.source, target.max_batch_tokens, target.note)
+    if target.fast is not None:
+        from dflash import fast_target
+
+        with torch.cuda.device(device):
+            fast_target.attach(copied, required=True)
+    return copied
 
 
 def shard_target(target: Target, devices: Sequence[torch.device]) -> Target:
@@ -117,7 +124,8 @@ class GradientSum:
         if len(self.flats) == 1:
             return
         if self.nccl:
-            torch.cuda.nccl.all_reduce(self.flats)
+            for begin in range(0, self.flats[0].numel(), _NCCL_PIECE):
+                torch.cuda.nccl.all_reduce([flat[begin : begin + _NCCL_PIECE] for flat in self.flats])
             return
         first = self.flats[0]
         for begin in range(0, first.numel(), _PIECE):

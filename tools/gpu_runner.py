@@ -1,0 +1,294 @@
+"""One shot on two GPUs: does the pipeline keep every element, the serial losses and flat memory, and how fast is it?
+
+    python tools/gpu_runner.py [--seconds 470] [--only stamps,full]      results under $OUT (default ./out)
+
+Each part runs in a process of its own with a time limit; one that fails leaves its traceback and the next one runs.
+Lines go to results.jsonl at once; the table is printed last. Two topologies: one target on GPU 0 with one drafter on
+GPU 1, and a target and a drafter together on each. The part `full` has a random target of the Qwen3.6-27B shape on
+GPU 0 and the full-size drafter on GPU 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+OUT = Path(os.environ.get("OUT", "out"))
+TINY = os.environ.get("GPU_RUNNER_TINY") == "1"  # a dry run of the script itself, on CPU workers
+PARTS = [  # in this order; seconds each may take; `full` goes on to its next size until one fits
+    ("stamps", 60), ("equal", 90), ("full:0", 240), ("full:1", 150), ("full:2", 120), ("failure", 40), ("memory", 70),
+    ("throughput", 90), ("torchrun", 90), ("linear", 80), ("linear_without", 60),
+]
+FULL_SIZES = [(40000, 1024), (40000, 768), (32768, 512)]
+
+
+class TooSlow(Exception):
+    """A measurement ran into its time limit."""
+
+
+def _alarm(signum, frame):
+    raise TooSlow
+
+
+def record(**fields) -> None:
+    """Append one line to the results."""
+    with open(OUT / "results.jsonl", "a") as file:
+        file.write(json.dumps(fields, default=str) + "\n")
+
+
+def results() -> list[dict]:
+    path = OUT / "results.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def attempt(part: str, name: str, seconds: int, call: Callable[[], dict]) -> None:
+    """Run one measurement; record what it returns, or how it failed."""
+    signal.signal(signal.SIGALRM, _alarm)
+    signal.alarm(seconds)
+    begin = time.time()
+    try:
+        fields = call()
+    except Exception as error:  # one measurement's failure must not cost the others
+        text = traceback.format_exc()
+        print(f"[{part}] {name} FAILED\n{text}", flush=True)
+        fields = {"ok": False, "error": f"{type(error).__name__}: {str(error)[:300]}", "traceback": text[-3000:]}
+    finally:
+        signal.alarm(0)
+    record(**fields | {"part": part, "name": name, "wall": round(time.time() - begin, 1)})
+    print(f"[{part}] {name}: {time.time() - begin:.1f} s {'ok' if fields.get('ok') else 'NOT OK'}", flush=True)
+    release()
+    if "CUDA error" in fields.get("error", "") or "AcceleratorError" in fields.get("error", ""):
+        sys.exit(3)  # the context is lost
+
+
+def release() -> None:
+    import gc
+
+    import torch
+
+    gc.collect()
+    for index in range(torch.cuda.device_count()):
+        with torch.cuda.device(index):
+            torch.cuda.empty_cache()
+
+
+def topologies() -> dict:
+    """The two that fit two GPUs."""
+    from dflash.run_config import RuntimeOptions
+    from dflash.topology import available_gpus, decide
+
+    if TINY:
+        return {"1+1": decide(RuntimeOptions(gpus="cpu:1", target_gpus="cpu:2"), 0),
+                "2 shared": decide(RuntimeOptions(gpus="cpu:2", target_gpus="cpu:2"), 0)}
+    count = available_gpus()
+    return {"1+1": decide(RuntimeOptions(gpus="1", target_gpus="0"), count),
+            "2 shared": decide(RuntimeOptions(gpus="0,1", target_gpus="0,1"), count)}
+
+
+def case(name: str, drafters: int = 1, **changes):
+    """A job of one of the bench's sizes."""
+    import torch
+
+    from dflash.bench.pipeline import SHAPES
+    from dflash.bench.pipeline_case import TINY as TINY_SHAPE
+    from dflash.bench.pipeline_case import Case
+
+    values = dict(packs=4 * drafters, packs_per_step=drafters, dtype=torch.float32 if TINY else torch.bfloat16)
+    return Case(TINY_SHAPE if TINY else SHAPES[name], **values | changes)
+
+
+# -- parts ----------------------------------------------------------------------------------------------------------
+
+
+def part_stamps() -> None:
+    from dflash.bench.pipeline_checks import check_stamps
+
+    sizes = (32, 24) if TINY else (1024, 768)
+    for label, topology in topologies().items():
+        for depth in (1, 8):
+            attempt("stamps", f"{label}, depth {depth}", 30,
+                    lambda t=topology, d=depth: check_stamps(t, 1000, d, *sizes))
+
+
+def part_equal() -> None:
+    from dflash.bench.pipeline_checks import check_equal
+
+    for label, topology in topologies().items():
+        attempt("equal", label, 60, lambda t=topology: check_equal(case("small", 2), t, 20))
+
+
+def part_memory() -> None:
+    from dflash.bench.pipeline_checks import check_memory
+
+    for label, topology in topologies().items():
+        attempt("memory", label, 60, lambda t=topology: check_memory(
+            case("medium", len(t.drafters), target_layers=4), t, 60 if TINY else 200))
+
+
+def part_throughput() -> None:
+    """A target about as fast as its drafter, a slower one, and both on both GPUs."""
+    from dflash.bench.pipeline import measure_pipeline
+
+    for label, layers, key in (("1+1, 8 layers", 8, "1+1"), ("1+1, 32 layers", 32, "1+1"),
+                               ("2 shared, 8 layers", 8, "2 shared")):
+        topology = topologies()[key]
+
+        def call(t=topology, n=layers) -> dict:
+            result = measure_pipeline(case("medium", len(t.drafters), target_layers=n), t, 30)
+            return {"ok": result["of_slower_side"] >= 0.95 and result["pipeline"]["finite"], **result}
+
+        attempt("throughput", label, 60, call)
+
+
+def part_failure() -> None:
+    from dflash.bench.pipeline_checks import check_failure
+
+    for label, topology in topologies().items():
+        attempt("failure", label, 30, lambda t=topology: check_failure(case("small", len(t.drafters)), t))
+
+
+def part_full(size: int) -> None:
+    """The story's sizes, one target and one drafter."""
+    from dflash.bench.pipeline import measure_pipeline, table
+    from dflash.runner.accounting import Rates, advice
+
+    tokens, anchors = FULL_SIZES[size]
+    job = case("full", 1, target_layers=4 if TINY else 64, hybrid=not TINY, packs=3)
+    if not TINY:
+        job = replace(job, shape=replace(job.shape, tokens=tokens, anchors=anchors))
+
+    def call() -> dict:
+        result = measure_pipeline(job, topologies()["1+1"], 8 if TINY else 10, step_timeout=150,
+                                  repeats=2)
+        rates = Rates(**result["rates"])
+        print(table(result), advice(8, rates, (5, 3)), sep="\n", flush=True)
+        return {"ok": result["of_slower_side"] >= 0.95 and result["pipeline"]["finite"], "tokens": tokens,
+                "anchors": anchors, "advice": advice(8, rates, (5, 3)), **result}
+
+    attempt("full", f"27B shape, T {tokens}, {anchors}x{job.shape.block}", 230, call)
+
+
+def part_linear(hide: bool = False) -> None:
+    """8 of 64 layers of the hybrid target at T 40000, scaled: plain and fast capture; and without the fast kernels."""
+    if hide:
+        sys.modules["fla"] = None  # what a machine without flash-linear-attention has
+    import torch
+
+    from dflash import fast_target
+    from dflash.bench import target as bench
+    from dflash.bench.timing import matmul_ceiling
+
+    device = torch.device("cpu" if TINY else "cuda:0")
+    shape = bench.TargetShape(tokens=96, document=30, layers=4, depth=8, captured=2, hidden=64, intermediate=96, heads=4,
+                              kv_heads=2, head_dim=16, linear_key_heads=2, linear_value_heads=4, linear_head_dim=16,
+                              vocab=300) if TINY else bench.TargetShape(tokens=40000)
+    target = bench.make_target(shape, device, torch.float32 if TINY else torch.bfloat16)
+    ceiling = matmul_ceiling(device, target.dtype)
+    part = "linear_without" if hide else "linear"
+    attempt(part, "plain capture", 50, lambda: {"ok": True, **bench.report("plain", target, shape, ceiling, 1, 3)})
+    if not hide:
+        attempt(part, "fast capture", 50, lambda: {"ok": fast_target.attach(target, required=True),
+                                                   **bench.report("fast", target, shape, ceiling, 1, 3)})
+
+
+def part_linear_without() -> None:
+    part_linear(hide=True)
+
+
+def part_torchrun() -> None:
+    """The same job by torchrun, one process a GPU, against the serial reference."""
+    try:
+        from dflash.runner import process_check
+    except ImportError as error:
+        record(part="torchrun", name="-", ok=False, error=str(error))
+        return
+    job = case("small", 2)
+    for label, topology in topologies().items():
+        attempt("torchrun", label, 80, lambda t=topology: process_check.check_torchrun(job, t, 20))
+
+
+# -- the parent -----------------------------------------------------------------------------------------------------
+
+
+def run_part(part: str, seconds: float, log) -> None:
+    """One part in its own process."""
+    environment = os.environ | {"PYTHONUNBUFFERED": "1"}
+    if part.startswith("full"):
+        environment["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+    begin = time.time()
+    command = [sys.executable, __file__, "--part", part, "--seconds", str(int(seconds))]
+    child = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
+    try:
+        code = child.wait(timeout=seconds + 5)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        code = child.wait()
+    print(f"{part}: {time.time() - begin:.0f} s, exit {code}", flush=True)
+    if code:
+        record(part=part, name="-", ok=False, error=f"the process ended with {code}; see log.txt")
+
+
+def show(r: dict) -> str:
+    """One line of the table."""
+    head = f"{r['part'][:14]:14} {r['name'][:30]:30} {'ok ' if r.get('ok') else 'BAD'}"
+    if "error" in r:
+        return f"{head} {r['error'][:170]}"
+    if "pipeline" in r:
+        p = r["pipeline"]
+        peaks = ", ".join(f"{d} {m['peak'] / 2**30:.1f}" for d, m in p["memory"].items() if m["peak"])
+        return (f"{head} target {r['target']['tokens_per_second']:,.0f} (mfu {r['target']['mfu']:.2f}), drafter "
+                f"{r['drafter']['tokens_per_second']:,.0f} (mfu {r['drafter']['mfu']:.2f}), pipeline "
+                f"{p['tokens_per_second']:,.0f} tokens/s = {r['of_slower_side']:.3f} of its slower side; peak GiB {peaks}; "
+                f"loss {p['losses'][0]:.3f} -> {p['losses'][-1]:.3f}")
+    skip = ("part", "name", "ok", "wall", "workers", "traceback", "frames")
+    return f"{head} " + json.dumps({k: v for k, v in r.items() if k not in skip})[:330]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=int, default=470, help="for everything together")
+    parser.add_argument("--only", help="parts, comma-separated: stamps,equal,full,throughput,memory,failure,torchrun,linear")
+    parser.add_argument("--part", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    OUT.mkdir(parents=True, exist_ok=True)
+    if args.part:
+        faulthandler.dump_traceback_later(args.seconds, exit=True)
+        name, _, number = args.part.partition(":")
+        globals()[f"part_{name}"](*([int(number)] if number else []))
+        return 0
+    (OUT / "results.jsonl").unlink(missing_ok=True)
+    end = time.time() + args.seconds
+    wanted = args.only.split(",") if args.only else None
+    with open(OUT / "log.txt", "w") as log:
+        for part, seconds in PARTS:
+            name = part.partition(":")[0]
+            done = name == "full" and any(r["part"] == "full" and "pipeline" in r for r in results())
+            left = end - time.time()
+            if done or (wanted and name not in wanted) or left < 20:
+                continue
+            run_part(part, min(seconds, left - 5), log)
+    tail = (OUT / "log.txt").read_text().splitlines()[-40:]
+    rows = results()
+    if any("error" in r for r in rows):
+        print(*tail, sep="\n")
+    for r in rows:
+        if "advice" in r:
+            print(r["advice"])
+    print(*map(show, rows), sep="\n")
+    (OUT / "results.json").write_text(json.dumps(rows, indent=1, default=str))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
