@@ -1,0 +1,132 @@
+"""Settings: what people, YAML and papermill deliver, and what is refused with which words."""
+
+import pytest
+import yaml
+
+from dflash.config import DrafterConfig, create_drafter_config
+from dflash.errors import ConfigError
+from dflash.run_config import RunConfig
+
+
+def test_round_trip_through_yaml(tmp_path):
+    config = RunConfig.from_parameters(target_layers="1,14,27", gpus="5,6,7", gamma=None, lr="3e-4", betas=[0.9, 0.99])
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump(config.to_dict()))
+    assert RunConfig.load(file) == config
+    assert config.target.target_layers == (1, 14, 27) and config.train.lr == 3e-4 and config.train.gamma is None
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "wanted"),
+    [
+        ("gpus", "5,6,7", "5,6,7"),
+        ("gpus", 5, 5),
+        ("gpus", [5, 6], [5, 6]),
+        ("gpus", "", None),
+        ("warm_start", "false", False),
+        ("warm_start", "True", True),
+        ("lr", "3e-4", 3e-4),
+        ("steps", "200", 200),
+        ("steps", 1e3, 1000),
+        ("gamma", "none", None),
+        ("gamma", "0", 0.0),
+        ("draft_vocab", "0", 0),
+        ("draft_vocab", "", None),
+        ("target_layers", "", None),
+        ("target_layers", [3, 5], (3, 5)),
+        ("target_layers", 4, (4,)),
+        ("max_conversations", "12", 12),
+    ],
+)
+def test_values_are_read_by_declared_type(name, given, wanted):
+    config = RunConfig.from_parameters(**{name: given})
+    got = next(getattr(section, name) for section in vars(config).values() if hasattr(section, name))
+    assert got == wanted and type(got) is type(wanted)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ({"blok_size": 3}, "unknown parameter 'blok_size'; did you mean 'block_size'"),
+        ({"lr": "fast"}, r"lr must be float, got 'fast' \(str\)"),
+        ({"steps": 1.5}, "steps must be int, got 1.5"),
+        ({"warm_start": "maybe"}, "warm_start must be bool, got 'maybe'"),
+        ({"steps": True}, "steps must be int, got True"),
+        ({"block_size": 1}, "block_size must be at least 2"),
+        ({"lr": 0}, "lr must be positive"),
+        ({"lr": "nan"}, "lr must be positive"),
+        ({"gamma": -1}, "gamma must be a finite number"),
+        ({"attention": "dense"}, "attention must be auto, flex, sdpa"),
+        ({"pack_length": 3}, "pack_length must be at least 16"),
+        ({"dtype": "float16"}, "dtype must be one of"),
+        ({"launcher": "slurm"}, "launcher must be threads or torchrun"),
+        ({"betas": [0.9, 1.0]}, "betas must be two numbers"),
+        ({"reduction": "mean"}, "reduction must be weight_mean or token_mean"),
+    ],
+)
+def test_bad_values_name_the_knob(parameters, message):
+    with pytest.raises(ConfigError, match=message):
+        RunConfig.from_parameters(**parameters)
+
+
+def test_files_are_refused_with_the_nearest_name(tmp_path):
+    file = tmp_path / "config.yaml"
+    for text, message in (
+        ("train: {learning_rate: 1}", "unknown train setting 'learning_rate'"),
+        ("training: {lr: 1}", "unknown section 'training'; did you mean 'train'"),
+        ("train: 3", "section 'train' must be a mapping"),
+        ("- 1", "must hold sections"),
+        ("{", "cannot read the config file"),
+    ):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match=message):
+            RunConfig.load(file)
+    with pytest.raises(ConfigError, match="cannot read the config file"):
+        RunConfig.load(tmp_path / "absent.yaml")
+
+
+def test_a_notebooks_variables_are_read_and_near_misses_refused():
+    names = {"block_size": 6, "steps": "12", "run_id": "x", "unrelated": 5, "_oh": {}, "os": object()}
+    assert RunConfig.from_namespace(names, also=("run_id",)).drafter.block_size == 6
+    with pytest.raises(ConfigError, match="unknown parameter 'block_sise'; did you mean 'block_size'"):
+        RunConfig.from_namespace({**names, "block_sise": 4}, also=("run_id",))
+    with pytest.raises(ConfigError, match="did you mean 'run_id'"):
+        RunConfig.from_namespace({**names, "runid": "a"}, also=("run_id",))
+
+
+def test_drafter_config_refuses_what_cannot_be():
+    for values, message in (
+        ({"num_attention_heads": 6, "num_key_value_heads": 4}, "must be a multiple"),
+        ({"head_dim": 7}, "head_dim must be even"),
+        ({"hidden_size": 0}, "hidden_size must be a positive integer"),
+        ({"draft_vocab_size": 10**9}, "draft_vocab_size must lie in"),
+        ({"sliding_window": [4]}, "one entry per layer"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "rope scaling 'yarn' is not supported"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            DrafterConfig(**values)
+    with pytest.raises(ConfigError, match="unknown drafter setting 'num_layers'; did you mean"):
+        DrafterConfig.from_dict({"num_layers": 3})
+    with pytest.raises(ConfigError, match="unknown drafter setting 'hidden'"):
+        create_drafter_config(None, hidden=3)
+    config = DrafterConfig(num_hidden_layers=2, sliding_window=[None, 64])
+    assert DrafterConfig.from_dict(config.to_dict()) == config
+
+
+def test_drafter_config_follows_the_target_also_a_nested_one():
+    from transformers import LlamaConfig, Qwen3Config
+
+    text = Qwen3Config(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=32, intermediate_size=96,
+                       vocab_size=100, rope_parameters={"rope_theta": 5e6, "rope_type": "default"})
+    got = create_drafter_config(text, num_draft_layers=3, intermediate_size=80)
+    assert (got.hidden_size, got.num_hidden_layers, got.head_dim, got.intermediate_size) == (64, 3, 32, 80)
+    assert got.rope_theta == 5e6 and got.vocab_size == 100
+
+    class Multimodal:
+        text_config = text
+
+    assert create_drafter_config(Multimodal()).hidden_size == 64
+    llama = create_drafter_config(LlamaConfig(hidden_size=64, num_attention_heads=8, vocab_size=9))
+    assert llama.head_dim == 8 and llama.num_key_value_heads == 8
+    with pytest.raises(ConfigError, match="has no hidden_size"):
+        create_drafter_config(object())
