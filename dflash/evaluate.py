@@ -31,6 +31,7 @@ from dflash.run_config import RunConfig
 from dflash.target import Target, load_target
 from dflash.train_run import run_folder
 
+_PACK_STEP = 128
 _MAX_LENGTH = 4096  # tokens of a conversation that is read outside a run
 
 __all__ = ["EvaluateOptions", "evaluate", "evaluate_acceptance", "summarize", "walk_packs"]
@@ -147,8 +148,10 @@ def open_drafter(folder: str | Path, target: Target, dtype: torch.dtype) -> DFla
 
 
 def held_out_packs(conversations: Sequence[Conversation]) -> list[Pack]:
-    """One pack for each conversation, so that evaluation does not depend on how they were packed."""
-    return [make_packs([item], max(2, len(item)))[0] for item in conversations]
+    """One pack for each conversation, all of one length: the figures do not depend on packing, and a compiled kernel
+    sees one shape."""
+    length = -(-max(map(len, conversations), default=1) // _PACK_STEP) * _PACK_STEP
+    return [make_packs([item], length)[0] for item in conversations]
 
 
 def _held_out(options: EvaluateOptions, config: RunConfig | None, target: Target) -> list[Conversation]:
