@@ -26,7 +26,7 @@ OUT = Path(os.environ.get("OUT", "out"))
 # Processes in this order, each a list of groups and the seconds it may take. A process that dies is started again for
 # what it has not done; the peer gets one of its own because it needs nearly the whole card.
 PROCESSES = [
-    ("check,attention,step", 230), ("peer", 120), ("small", 60), ("peer_small", 120), ("target", 120), ("levers", 120),
+    ("check,attention,step", 230), ("peer", 120), ("small", 60), ("peer_small", 120), ("target", 150), ("loss,levers", 150),
 ]
 STARTS = 3
 TINY = os.environ.get("GPU_STEP_TINY") == "1"  # a dry run of the script itself, on a CPU
@@ -299,6 +299,65 @@ def group_levers() -> None:
     dflash.model.chunked_head_loss = plain
 
 
+def group_loss() -> None:
+    """The loss over the head alone, on the rows of a step with nothing to skip: tile settings, chunks, liger-kernel."""
+    import torch
+
+    from dflash.bench.timing import free_memory, measure
+    from dflash.losses import chunked_head_loss
+
+    device, dtype, large, _ = setup()
+    rows = large.anchors * (large.block - 1)
+    generator = torch.Generator(device).manual_seed(0)
+
+    def states() -> torch.Tensor:
+        return torch.randn(rows, large.hidden, generator=generator, device=device, dtype=dtype)
+
+    hidden, teacher = states().requires_grad_(), states()
+    head = torch.randn(large.vocab, large.hidden, generator=generator, device=device, dtype=dtype).mul_(0.02)
+    labels = torch.randint(0, large.vocab, (rows,), generator=generator, device=device)
+    scale = torch.full((rows,), 1.0 / rows, device=device)
+    soft, hard = {"teacher_hidden": teacher}, {"labels": labels}
+
+    def timed(name: str, call: Callable, products: int) -> None:
+        def run() -> dict:
+            loss = float(call().detach())
+            timing = measure(lambda: torch.autograd.grad(call(), hidden), device, 1, 3)
+            flops = products * 2 * rows * large.hidden * large.vocab
+            return {"ms": timing.median * 1e3, "tflops": flops / timing.median / 1e12, "loss": loss,
+                    "peak_gb": ((timing.peak_bytes or 0) - (timing.base_bytes or 0)) / 1e9}
+
+        attempt("loss", name, 20, run)
+        free_memory(device)
+
+    def ours(kind: dict, chunk: int, fused: bool = True) -> Callable:
+        return lambda: chunked_head_loss(hidden, head, scale=scale, chunk_rows=chunk, fused=fused, **kind).loss
+
+    chunk = 7 if TINY else 3328
+    timed("soft", ours(soft, chunk), 3)
+    timed("hard", ours(hard, chunk), 2)
+    timed("hard, liger", liger_loss(hidden, head, labels), 2)
+    timed("soft, plain 1024", ours(soft, 1024, False), 3)
+    from dflash.kernels import head_loss
+
+    for block, warps in ((8192, 16), (2048, 4), (4096, 4), (8192, 8)):
+        head_loss.BLOCK, head_loss.WARPS = block, warps
+        timed(f"soft, tile {block} warps {warps}", ours(soft, chunk), 3)
+    head_loss.BLOCK, head_loss.WARPS = 4096, 8
+
+
+def liger_loss(hidden, head, labels) -> Callable:
+    """liger-kernel's fused linear cross entropy; its KL wants the teacher's probabilities of all rows, 16 GB here."""
+
+    def call():
+        from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
+
+        out = LigerFusedLinearCrossEntropyFunction.apply(hidden, head, labels)
+        return out[0] if isinstance(out, tuple) else out
+
+    return call
+
+
 def _peer(group: str, shape, soft: bool, name: str, losses: str = "eager") -> None:
     from dflash.bench import step
     from dflash.bench.peer import peer_call
@@ -395,7 +454,7 @@ def group_target() -> None:
         record(group="target", name="-", error=str(error))
         return
     for name, call in target.variants(device, dtype, TINY):
-        attempt("target", name, 45, call)
+        attempt("target", name, 100, call)  # autotuning takes most of it
 
 
 # -- the parent -----------------------------------------------------------------------------------------------------
