@@ -51,7 +51,8 @@ class StampReplica:
         self.device, self.width = device, width
         self.options = SimpleNamespace(soft_labels=True)
         self.drafter = SimpleNamespace(attention_backend="none")
-        self.optimizer = SimpleNamespace(masters=[torch.zeros(1000, device=device)], gradients=[])
+        self.optimizer = SimpleNamespace(masters=[torch.zeros(1000, device=device)],
+                                         gradients=[torch.zeros(1000, device=device)])
         self.seen = 0
 
     def accumulate(self, item: WorkItem, features: Features, denominator: float) -> Tensor:

@@ -98,17 +98,17 @@ class GradientSum:
     """
 
     def __init__(self, replicas: Sequence[Replica], nccl: bool | None = None):
-        self.flats = [flatten_gradients(replica) for replica in replicas]
+        self.flats = [flatten_gradients(replica) for replica in replicas] if len(replicas) > 1 else []
         self.nccl = self._nccl_works() if nccl is None else nccl
         self._staging: Tensor | None = None
 
     @property
     def how(self) -> str:
-        return "one replica" if len(self.flats) == 1 else "nccl" if self.nccl else "copies summed on the first device"
+        return "one replica" if not self.flats else "nccl" if self.nccl else "copies summed on the first device"
 
     def _nccl_works(self) -> bool:
         devices = {flat.device for flat in self.flats}
-        if len(devices) != len(self.flats) or any(d.type != "cuda" for d in devices) or len(devices) == 1:
+        if len(devices) != len(self.flats) or len(devices) < 2 or any(d.type != "cuda" for d in devices):
             return False
         try:
             probes = [torch.full((4,), i + 1.0, device=flat.device) for i, flat in enumerate(self.flats)]
@@ -121,7 +121,7 @@ class GradientSum:
             return False
 
     def __call__(self) -> None:
-        if len(self.flats) == 1:
+        if not self.flats:
             return
         if self.nccl:
             for begin in range(0, self.flats[0].numel(), _NCCL_PIECE):
