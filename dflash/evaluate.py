@@ -23,6 +23,7 @@ from dflash.data import ChatRenderer, Conversation, Pack, load_conversations, ma
 from dflash.drafter_io import SETTINGS, load_drafter, read_settings
 from dflash.errors import ConfigError, RunError
 from dflash.evaluation import Prompt, compare_modes, evaluate_prompts, summarize_prompts, thinking_mode
+from dflash.evaluation_view import write_plots
 from dflash.features import OnlineFeatures
 from dflash.job import prepare_data
 from dflash.model import DFlashDrafter
@@ -255,7 +256,9 @@ def main(args: argparse.Namespace) -> int:
     print("\n" + table(summary))
     out = args.json or (run_folder(options.run) / "evaluation.json" if options.run else None)
     if out:
-        print(f"written to {write_evaluation(summary, out)}")
+        written = write_evaluation(summary, out)
+        plots = write_plots(summary, written.with_suffix(".png"))
+        print(f"written to {written}" + (f", plots to {plots}" if plots else ""))
     disagrees = summary["parity"] is not None and not summary["parity"]["agrees"]
     return 1 if summary["lossless"] is False or disagrees else 0
 
@@ -280,5 +283,5 @@ def add_parser(subparsers) -> None:
     p.add_argument("--no-plain", dest="compare", action="store_false", help="no plain decoding: no speed, no exactness")
     p.add_argument("--max-draft", type=int, metavar="K", help="verify only the first K drafts of each block")
     p.add_argument("--parity", type=int, default=8, metavar="N", help="responses in the training comparison (8)")
-    p.add_argument("--json", metavar="OUT", help="where the figures go; default: evaluation.json in the run folder")
+    p.add_argument("--json", metavar="OUT", help="where the figures go, the plots beside; default: evaluation.json in the run folder")
     p.set_defaults(run=main)

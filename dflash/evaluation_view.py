@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,19 @@ def evaluation_panels(content: dict[str, Any]) -> list[Panel]:
 def evaluation_bundle(content: dict[str, Any], text: str) -> dict[str, Any]:
     """The panels as one MIME bundle (plotly, PNG, text) for `display(bundle, raw=True)`."""
     return bundle(evaluation_panels(content), text)
+
+
+def write_plots(content: dict[str, Any], path: str | Path) -> Path | None:
+    """The panels as a PNG file; None where matplotlib is not installed."""
+    try:
+        from dflash.dashboard.image_form import png
+
+        picture = png(evaluation_panels(content))
+    except ImportError:
+        return None
+    path = Path(path)
+    path.write_bytes(picture)
+    return path
 
 
 def _curve(name: str, values: list[float | None], colour: str, dash: str = "solid") -> Line:

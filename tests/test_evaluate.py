@@ -174,6 +174,7 @@ def test_command_on_a_run(tmp_path, monkeypatch, capsys):
                                         "plain_seconds", "exact"}
     assert saved["held_out"]["blocks"] > 0 and saved["parity"]["agrees"] and saved["warnings"] == []
     assert saved["parity"]["largest_gap"] == 0
+    assert (run / "evaluation.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_command_on_a_drafter_with_prompts(tmp_path, monkeypatch, capsys):
