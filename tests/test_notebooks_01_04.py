@@ -43,7 +43,8 @@ def test_02_forward(tmp_path):
 
 @pytest.mark.slow
 def test_03_warmup(tmp_path):
-    shown = text(execute("03_warmup", tmp_path / "out.ipynb", device="cpu", backend="eager", calls=20))
+    shown = text(execute("03_warmup", tmp_path / "out.ipynb", device="cpu", backend="eager", cache_backend="eager",
+                         calls=20))
     assert "warm_cache_still_races" in shown and "needs a GPU" in shown and "cache deleted" in shown
 
 

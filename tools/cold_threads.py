@@ -11,6 +11,7 @@ Exit code 0 where no protected process had a fault.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 from pathlib import Path
@@ -29,6 +30,7 @@ def main() -> int:
     parser.add_argument("--mode", choices=("protected", "unprotected", "both"), default="both")
     parser.add_argument("--unprotected-processes", type=int, default=None, help="default: --processes")
     parser.add_argument("--limit", type=float, default=120.0, help="seconds after which a process counts as hung")
+    parser.add_argument("--budget", type=float, default=math.inf, help="seconds for each mode; fewer processes then")
     parser.add_argument("--noise", action="store_true", help="one more thread traces with FX in a loop")
     parser.add_argument("--json", type=Path, default=None)
     args = parser.parse_args()
@@ -41,7 +43,7 @@ def main() -> int:
             print(f"{name} {index + 1}/{count}: {outcome} after {seconds:.1f} s", flush=True)
 
         results.append(run_cold(count, protect, args.devices.split(","), args.threads, args.repeats, args.limit,
-                                args.noise, on_process=say))
+                                args.noise, budget=args.budget, on_process=say))
     print()
     for result in results:
         print(result)

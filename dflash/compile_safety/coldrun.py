@@ -3,7 +3,7 @@
 This is the launch that the field log's run died in. Each thread has its own shapes, its own device where there are
 several, and runs forward (and, on CUDA, backward) of `flex_attention`, over and over until every thread has had its
 first call: early threads train while late ones still compile, as in a real launch. On CPU flex_attention has no
-backward, so every thread also runs a small compiled layer forward and backward. Each process has a time limit; a hang
+backward; there every thread also runs a small compiled layer forward and backward. Each process has a time limit; a hang
 is a result.
 
 Checks inside a process: no exception; each thread's outputs (and gradients) equal, bit for bit, what the same
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import threading
 import time
@@ -64,6 +65,7 @@ def run_cold(
     limit: float = DEFAULT_LIMIT,
     noise: bool = False,
     backend: str = "inductor",
+    budget: float = math.inf,
     on_process: Callable[[int, str, float], None] | None = None,
 ) -> ColdReport:
     """Run the launch `processes` times, one process after another, and count the outcomes.
@@ -72,13 +74,17 @@ def run_cold(
         devices: e.g. ["cpu"], ["cuda:0"] or ["cuda:0", "cuda:1"]; thread i runs on devices[i % len].
         limit: seconds for one process.
         noise: one more thread traces with FX in a loop.
+        budget: seconds after which no further process is started.
         on_process: told (index, outcome, seconds) after each process.
     """
     result = ColdReport(protect, devices, threads)
     outcomes: Counter[str] = Counter()
     arguments = ["--devices", ",".join(devices), "--threads", str(threads), "--repeats", str(repeats),
                  "--backend", backend, *(["--protect"] if protect else []), *(["--noise"] if noise else [])]
+    begin = time.perf_counter()
     for index in range(processes):
+        if time.perf_counter() - begin > budget:
+            break
         run = run_isolated(__name__, arguments, limit)
         outcome, detail = _classify(run)
         outcomes[outcome] += 1
@@ -242,9 +248,11 @@ def attend(attention, case: dict, build: Callable | None = None) -> list:
 
 
 def _train(layer, case: dict) -> list:
-    """Forward and backward of the small layer; its gradient, on the host."""
+    """On CPU: forward and backward of the small layer; its gradient, on the host."""
     import torch
 
+    if case["device"].type != "cpu":
+        return []
     return [torch.autograd.grad(layer(case["x"], case["w"]), case["w"])[0].cpu()]
 
 
