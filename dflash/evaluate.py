@@ -283,5 +283,5 @@ def add_parser(subparsers) -> None:
     p.add_argument("--no-plain", dest="compare", action="store_false", help="no plain decoding: no speed, no exactness")
     p.add_argument("--max-draft", type=int, metavar="K", help="verify only the first K drafts of each block")
     p.add_argument("--parity", type=int, default=8, metavar="N", help="responses in the training comparison (8)")
-    p.add_argument("--json", metavar="OUT", help="where the figures go, the plots beside; default: evaluation.json in the run folder")
+    p.add_argument("--json", metavar="OUT", help="where the figures go, plots beside; default: the run folder")
     p.set_defaults(run=main)
