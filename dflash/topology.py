@@ -1,8 +1,8 @@
 """Which device does what: read `gpus` as people and papermill write it, and decide who drafts and who feeds.
 
 Defaults: no GPU means the CPU, one GPU is shared by target and drafter, of N GPUs the last three eighths (at least
-one) draft and all others run the target. `cpu:3` stands for three workers on the CPU, so that a topology of many
-devices can be tried without any.
+one) draft and all others run the target. `gpus="cpu:3", target_gpus="cpu:5"` stands for three and five workers on the
+CPU, so that a topology of many devices can be tried without any.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ FORMS = "'5,6,7', 5, [5, 6, 7], 'all', 'cpu', 'cpu:3' (three CPU workers), or no
 class Topology:
     """Who runs where. One drafter replica a device in `drafters`; one target over each tuple in `targets`.
 
-    `shared`: some device runs a target and a drafter. `reason`: how it came to this, one sentence.
+    `shared`: some device runs a target and a drafter. `paired`: every drafter has a target of its own on its own
+    device, so no features cross between devices. `reason`: how it came to this, one sentence.
     """
 
     drafters: tuple[torch.device, ...]
@@ -38,14 +39,13 @@ class Topology:
     reason: str
 
     @property
-    def serial(self) -> bool:
-        """One target and one drafter on one device: nothing runs at the same time, so nothing needs a worker."""
-        return len(self.drafters) == 1 and self.targets == ((self.drafters[0],),)
+    def paired(self) -> bool:
+        return self.shared and self.targets == tuple((device,) for device in self.drafters)
 
     @property
-    def paired(self) -> bool:
-        """Each drafter has a target of its own on its own device, so no features cross between devices."""
-        return self.shared and self.targets == tuple((device,) for device in self.drafters)
+    def serial(self) -> bool:
+        """One target and one drafter on one device: nothing runs at the same time, so nothing needs a worker."""
+        return self.paired and len(self.drafters) == 1
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
@@ -202,16 +202,20 @@ def _with_cpu(drafters: list[int] | str | None, targets: list[int] | str | None,
         return [CPU] * _cpu_count(value or "cpu", name)
 
     drafts, feeds = devices(drafters, "gpus"), devices(targets, "target_gpus")
+    if targets is None:
+        feeds = list(drafts)  # each drafter with a target of its own
     asked = isinstance(drafters, str) or isinstance(targets, str)
+    apart = isinstance(targets, str) and ":" in targets  # workers that stand for devices of their own
     reason = f"{count} GPUs, so everything runs on the CPU" if not asked else (
         f"{len(drafts)} drafter and {len(feeds)} target workers, CPU by request")
-    return _topology(drafts, [[device] for device in feeds], reason)
+    return _topology(drafts, [[device] for device in feeds], reason, apart)
 
 
 def _cuda(index: int) -> torch.device:
     return torch.device("cuda", index)
 
 
-def _topology(drafters: list[torch.device], targets: list[list[torch.device]], reason: str) -> Topology:
+def _topology(drafters: list[torch.device], targets: list[list[torch.device]], reason: str,
+              apart: bool = False) -> Topology:
     used = {device for target in targets for device in target}
-    return Topology(tuple(drafters), tuple(map(tuple, targets)), bool(used & set(drafters)), reason)
+    return Topology(tuple(drafters), tuple(map(tuple, targets)), bool(used & set(drafters)) and not apart, reason)

@@ -87,7 +87,12 @@ def test_shared_gpus():
 def test_cpu_workers_stand_in_for_devices():
     topology = decide(RuntimeOptions(gpus="cpu:3", target_gpus="cpu:5"), 0)
     assert len(topology.drafters) == 3 and len(topology.targets) == 5 and not topology.serial
-    assert all(d.type == "cpu" for d in topology.devices)
+    assert all(d.type == "cpu" for d in topology.devices) and not topology.shared
+    assert not decide(RuntimeOptions(gpus="cpu:2", target_gpus="cpu:2"), 0).paired
+    assert not decide(RuntimeOptions(gpus="cpu:1", target_gpus="cpu:1"), 0).serial
+    assert decide(RuntimeOptions(gpus="cpu", target_gpus="cpu"), 0).serial
+    pairs = decide(RuntimeOptions(gpus="cpu:2"), 0)
+    assert pairs.paired and len(pairs.targets) == 2
     assert places(decide(RuntimeOptions(gpus="cpu"), 8)) == ([None], [[None]], True)
     mixed = decide(RuntimeOptions(gpus="1", target_gpus="cpu"), 2)
     assert str(mixed.drafters[0]) == "cuda:1" and str(mixed.targets[0][0]) == "cpu"

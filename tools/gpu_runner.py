@@ -89,8 +89,8 @@ def topologies() -> dict:
     from dflash.topology import available_gpus, decide
 
     if TINY:
-        return {"1+1": decide(RuntimeOptions(gpus="cpu:1", target_gpus="cpu:2"), 0),
-                "2 shared": decide(RuntimeOptions(gpus="cpu:2", target_gpus="cpu:2"), 0)}
+        return {"1+1": decide(RuntimeOptions(gpus="cpu:1", target_gpus="cpu:1"), 0),
+                "2 shared": decide(RuntimeOptions(gpus="cpu:2"), 0)}
     count = available_gpus()
     return {"1+1": decide(RuntimeOptions(gpus="1", target_gpus="0"), count),
             "2 shared": decide(RuntimeOptions(gpus="0,1", target_gpus="0,1"), count)}
@@ -208,14 +208,11 @@ def part_linear_without() -> None:
 
 def part_torchrun() -> None:
     """The same job by torchrun, one process a GPU, against the serial reference."""
-    try:
-        from dflash.runner import process_check
-    except ImportError as error:
-        record(part="torchrun", name="-", ok=False, error=str(error))
-        return
+    from dflash.bench.pipeline_checks import check_torchrun
+
     job = case("small", 2)
     for label, topology in topologies().items():
-        attempt("torchrun", label, 80, lambda t=topology: process_check.check_torchrun(job, t, 20))
+        attempt("torchrun", label, 80, lambda t=topology: check_torchrun(job, t, 20))
 
 
 # -- the parent -----------------------------------------------------------------------------------------------------

@@ -5,7 +5,11 @@ from __future__ import annotations
 
 import gc
 import itertools
+import pickle
+import subprocess
+import tempfile
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import torch
@@ -16,6 +20,8 @@ from dflash.bench.pipeline_case import Case, make_engine, make_planner, make_rep
 from dflash.compile_safety import protected
 from dflash.features import OnlineFeatures
 from dflash.plan import StepPlan, WorkItem
+from dflash.runner.cluster import workers
+from dflash.runner.launcher import child_environment, torchrun_command
 from dflash.runner.threads import PipelineEngine
 from dflash.target import Features
 from dflash.topology import Topology
@@ -135,6 +141,33 @@ def check_equal(case: Case, topology: Topology, steps: int = 20, tolerance: floa
             "serial_against_itself": noise, "weights_part": float((weights - final).norm()) / moved,
             "weights_part_serial": float((final_again - final).norm()) / moved,
             "reduction": engine.reduce.how, "step_seconds": result["step_seconds"]}
+
+
+def run_torchrun(case: Case, topology: Topology, steps: int, depth: int = 2, timeout: float = 120.0, **job) -> dict:
+    """The same job under torchrun: exit code, seconds, output, and what rank 0 saved (`result`, None when it failed)."""
+    with tempfile.TemporaryDirectory() as folder:
+        out, path = Path(folder) / "result.pt", Path(folder) / "job.pickle"
+        path.write_bytes(pickle.dumps({"case": case, "topology": topology, "steps": steps, "depth": depth,
+                                       "out": str(out), "timeout": timeout, **job}))
+        command = torchrun_command(workers(topology), ["-m", "dflash.bench.pipeline_rank", str(path)])
+        began = time.monotonic()
+        done = subprocess.run(command, env=child_environment(), timeout=timeout, text=True, stdout=subprocess.PIPE,
+                              stderr=subprocess.STDOUT)
+        return {"code": done.returncode, "seconds": time.monotonic() - began, "output": done.stdout,
+                "result": torch.load(out) if out.exists() else None}
+
+
+def check_torchrun(case: Case, topology: Topology, steps: int = 20, tolerance: float = 0.02) -> dict:
+    """Losses of the ranks against the serial reference."""
+    wanted, final = serial_run(case, topology, steps)
+    ran = run_torchrun(case, topology, steps)
+    if ran["result"] is None:
+        return {"ok": False, "error": f"torchrun ended with {ran['code']}: {ran['output'][-1500:]}"}
+    got = ran["result"]["losses"]
+    worst = max(abs(a - b) / abs(a) for a, b in zip(wanted, got, strict=True))
+    return {"ok": worst <= tolerance and ran["code"] == 0, "worst_relative_difference": worst, "loss_last": wanted[-1],
+            "torchrun_loss_last": got[-1], "step_seconds": ran["result"]["step_seconds"], "seconds": ran["seconds"],
+            "weights_part": float((ran["result"]["weights"] - final).norm() / final.norm())}
 
 
 def check_memory(case: Case, topology: Topology, steps: int = 200, every: int = 10) -> dict:

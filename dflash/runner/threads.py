@@ -284,7 +284,7 @@ def make_sources(job: Job, topology: Topology) -> list[FeatureSource]:
         view.device = None
         return [view] * count
     targets = [job.target, *(copy_target(job.target, devices[0]) for devices in topology.targets[1:])]
-    return [OnlineFeatures(target) for target in targets]
+    return [OnlineFeatures(target, job.source.dtype) for target in targets]
 
 
 def zero_sums(block_size: int, device: torch.device) -> Tensor:

@@ -1,0 +1,73 @@
+"""One rank of a made-up pipeline under torchrun: python -m dflash.bench.pipeline_rank JOB.json; see `check_torchrun`.
+
+The job is a pickled dict: case, topology, steps, depth, out (where rank 0 puts its losses and final weights) and,
+to see a failure through, fail: {"rank": ..., "item": ...}.
+"""
+
+from __future__ import annotations
+
+import pickle
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from dflash.bench.pipeline_case import make_planner, make_replica, make_target, weights_of
+from dflash.compile_safety import protected
+from dflash.features import OnlineFeatures
+from dflash.runner.cluster import Cluster
+from dflash.runner.ranks import make_engine, run_rank, serve_target
+
+
+def work(cluster: Cluster, job: dict) -> None:
+    """This rank's part of the job."""
+    case, steps, fail = job["case"], job["steps"], job.get("fail")
+    planner = make_planner(case)
+    target = make_target(case, cluster.device)
+    source = OnlineFeatures(target)
+    if fail and fail["rank"] == cluster.rank:
+        source.get = _failing(source.get, fail["item"])
+    if not cluster.drafts:
+        serve_target(cluster, source, planner, 1, steps, case.soft_labels)
+        return
+    engine = make_engine(cluster, make_replica(case, target, cluster.device), planner, 1, steps, queue_depth=job["depth"],
+                         packs_per_step=case.packs_per_step, source=source if cluster.roles.paired else None)
+    planner = engine.planner
+    with protected(engine.warmup_jobs(planner.step(1))):
+        engine.start(1)
+        if not engine.leads:
+            engine.follow()
+            return
+        losses, began = [], 0.0
+        for number in range(1, job.get("stop_after", steps) + 1):
+            losses.append(float(engine.step(planner.step(number), case.lr)[0]))
+            began = began or time.perf_counter()
+        seconds = time.perf_counter() - began
+        engine.finish()
+    torch.save({"losses": losses, "weights": weights_of(engine.replica), "step_seconds": seconds / max(1, len(losses) - 1)},
+               job["out"])
+
+
+def _failing(get, item: int):
+    calls = []
+
+    def failing(pack):
+        calls.append(pack)
+        if len(calls) == item:
+            raise OSError("a made-up failure of a rank")
+        return get(pack)
+
+    return failing
+
+
+def main(path: str) -> int:
+    """Run this process's rank."""
+    torch.set_num_threads(1)
+    job = pickle.loads(Path(path).read_bytes())
+    return run_rank(job["topology"], lambda cluster, life: work(cluster, job), job.get("timeout", 120.0))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))
+

@@ -1,0 +1,199 @@
+"""torchrun's view of a run: which rank does what, the wishes between ranks, and how a failure ends all of them.
+
+On every node ranks 0..D-1 draft and the others run the target (with targets and drafters on the same devices, every
+rank does both). Rank 0 of node 0 is the first drafter: it plans, records, evaluates and saves.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from dflash.errors import ConfigError, RunError
+from dflash.topology import Topology
+
+_BEAT = 1.0  # seconds between two signs of life
+_SILENT = 20.0  # seconds after which a rank without one counts as dead
+_GRACE = 3.0  # seconds between another rank's failure and this one's end
+
+
+def under_torchrun() -> bool:
+    """Whether this process is a rank."""
+    return "RANK" in os.environ and "LOCAL_WORLD_SIZE" in os.environ
+
+
+@dataclass(frozen=True)
+class Roles:
+    """Ranks and their work. `drafters` and `targets` are counts on a node; `paired`: each rank does both."""
+
+    drafters: int
+    targets: int
+    nodes: int
+    paired: bool
+
+    @property
+    def per_node(self) -> int:
+        return self.drafters if self.paired else self.drafters + self.targets
+
+    @property
+    def replicas(self) -> int:
+        """Drafters over all nodes."""
+        return self.nodes * self.drafters
+
+    def drafter_rank(self, replica: int) -> int:
+        node, index = divmod(replica, self.drafters)
+        return node * self.per_node + index
+
+    def target_rank(self, node: int, target: int) -> int:
+        return node * self.per_node + (target if self.paired else self.drafters + target)
+
+    @property
+    def drafter_ranks(self) -> list[int]:
+        return [self.drafter_rank(replica) for replica in range(self.replicas)]
+
+
+def workers(topology: Topology) -> int:
+    """Processes that `--nproc-per-node` has to start for a topology.
+
+    Raises: ConfigError where drafters and targets share some of their GPUs; two ranks cannot talk through one.
+    """
+    if topology.serial or topology.paired:
+        return len(topology.drafters)
+    shared = set(topology.drafters) & {device for target in topology.targets for device in target}
+    if any(device.type == "cuda" for device in shared):
+        raise ConfigError(
+            f"under torchrun a GPU has one process, but {', '.join(sorted(map(str, shared)))} both draft and run a target; "
+            "give each drafter its own target on its own GPU (gpus and target_gpus equal), keep the two apart, or use "
+            "launcher=threads"
+        )
+    return len(topology.drafters) + len(topology.targets)
+
+
+def roles_of(topology: Topology, world: int, local_world: int) -> Roles:
+    """Raises ConfigError when torchrun started another number of processes than the topology has workers."""
+    wanted = workers(topology)
+    if local_world != wanted:
+        raise ConfigError(f"torchrun started {local_world} processes on this node, but {topology} needs {wanted}; use "
+                          f"--nproc-per-node {wanted}")
+    paired = topology.serial or topology.paired
+    return Roles(len(topology.drafters), len(topology.targets), world // local_world, paired)
+
+
+class Cluster:
+    """This rank's place, its process groups and the key-value store that all ranks share."""
+
+    def __init__(self, topology: Topology, timeout: float):
+        rank, world, local = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+        self.roles = roles_of(topology, world, int(os.environ["LOCAL_WORLD_SIZE"]))
+        self.rank, self.node, self.local = rank, rank // self.roles.per_node, local
+        self.drafts = local < self.roles.drafters
+        self.feeds = self.roles.paired or not self.drafts
+        self.index = local if self.drafts else local - self.roles.drafters  # among the node's drafters or targets
+        self.device = topology.drafters[self.index] if self.drafts else topology.targets[self.index][0]
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+            os.environ.setdefault("NCCL_MAX_P2P_NCHANNELS", "4")  # receives that wait must not fill the GPU
+        kinds = {device.type for device in topology.devices}
+        backend = "cpu:gloo,cuda:nccl" if "cuda" in kinds else "gloo"
+        store, rank, world = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout)))
+        store.set_timeout(timedelta(seconds=timeout))
+        self.store = dist.PrefixStore("dflash", store)
+        dist.init_process_group(backend, store=dist.PrefixStore("group", store), rank=rank, world_size=world,
+                                timeout=timedelta(seconds=timeout))
+        self.drafter_group = dist.new_group(self.roles.drafter_ranks)
+        self.name = f"node {self.node} " * (self.roles.nodes > 1) + (
+            f"drafter[{self.index}]" if self.drafts else f"target[{self.index}]")
+
+    @property
+    def replica(self) -> int:
+        """Number of this drafter over all nodes."""
+        return self.node * self.roles.drafters + self.index
+
+    def leave(self) -> None:
+        """Wait for all ranks, then drop the groups."""
+        dist.all_reduce(torch.zeros(1))
+        dist.destroy_process_group()
+
+
+class LifeLine:
+    """Ends this process when another rank failed or fell silent.
+
+    A rank that waits inside a collective for a dead one cannot be woken; so the failing rank leaves its traceback in
+    the store, and a thread of every other rank looks there each second and ends its process.
+    """
+
+    def __init__(self, cluster: Cluster):
+        self.cluster = cluster
+        self._store = cluster.store.clone() if hasattr(cluster.store, "clone") else cluster.store
+        self._stop = threading.Event()
+        self._seen: dict[int, tuple[bytes, float]] = {}
+        self._thread = threading.Thread(target=self._watch, name="lifeline", daemon=True)
+        self.on_failure = lambda failure: None
+
+    def start(self) -> LifeLine:
+        self._thread.start()
+        return self
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._thread.join(5.0)
+
+    def report(self, error: BaseException) -> bool:
+        """Tell all ranks what ended this one. Returns False when another rank was first."""
+        payload = {"worker": self.cluster.name, "rank": self.cluster.rank, "type": type(error).__name__,
+                   "message": str(error), "traceback": "".join(traceback.format_exception(error))}
+        try:
+            text = json.dumps(payload)
+            return self.cluster.store.compare_set("failure", "", text).decode() == text
+        except RuntimeError:
+            return True  # the store is gone: nobody else can tell
+
+    def failure(self) -> dict | None:
+        """What ended the first rank that failed."""
+        if not self._store.check(["failure"]):
+            return None
+        return json.loads(self._store.get("failure"))
+
+    def _watch(self) -> None:
+        beats = 0
+        while not self._stop.wait(_BEAT):
+            try:
+                beats += 1
+                self._store.set(f"beat/{self.cluster.rank}", str(beats))
+                failure = self.failure() or self._silent()
+            except RuntimeError:  # the store went with the rank that kept it
+                failure = {"worker": "another rank", "rank": -1, "message": "the connection to the other ranks is gone"}
+            if failure is not None and not self._stop.is_set():
+                self._end(failure)
+                return
+
+    def _silent(self) -> dict | None:
+        now = time.monotonic()
+        for rank in range(self.cluster.roles.nodes * self.cluster.roles.per_node):
+            key = f"beat/{rank}"
+            value = self._store.get(key) if self._store.check([key]) else b""
+            before = self._seen.get(rank)
+            if before is None or before[0] != value:
+                self._seen[rank] = (value, now)
+            elif now - before[1] > _SILENT and rank != self.cluster.rank and not self._store.check([f"left/{rank}"]):
+                return {"worker": f"rank {rank}", "rank": rank, "type": RunError.__name__, "traceback": "",
+                        "message": f"no sign of life for {_SILENT:.0f} s; its process was killed or its machine is gone"}
+        return None
+
+    def _end(self, failure: dict) -> None:
+        if failure["rank"] != self.cluster.rank:
+            self.on_failure(failure)
+            self._stop.wait(_GRACE)  # this rank may be on its way out by itself
+            if self._stop.is_set():
+                return
+            print(f"{self.cluster.name} ends: {failure['worker']} failed: {failure['message']}", file=sys.stderr, flush=True)
+            os._exit(1)

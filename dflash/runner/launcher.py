@@ -1,0 +1,106 @@
+"""Start a run's ranks with torchrun from a notebook or a terminal, follow its record, and steer it by its control file."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from dflash.control import RunControl
+from dflash.errors import RunError
+from dflash.run_config import RunConfig
+from dflash.runner.cluster import workers
+from dflash.telemetry import Run, read_metrics
+from dflash.topology import decide
+from dflash.training import Outcome
+
+_LOOK = 0.3  # seconds between two looks at the record
+_PATIENCE = 20.0  # seconds that ranks get to leave by themselves after a SIGTERM
+
+
+def torchrun_command(processes: int, arguments: Sequence[str]) -> list[str]:
+    """A single-node torchrun whose rendezvous stays on the loopback interface."""
+    return [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--nnodes", "1",
+            "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1", *arguments]
+
+
+def child_environment() -> dict[str, str]:
+    """The caller's environment, with this package importable and one CPU thread a rank unless said otherwise."""
+    package_root = str(Path(__file__).resolve().parents[2])
+    path = os.pathsep.join(filter(None, [package_root, os.environ.get("PYTHONPATH")]))
+    return {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+
+
+def train_with_torchrun(run: Run, config: RunConfig, control: RunControl | None = None, *, resume: bool = False,
+                        say: Callable[[str], None] | None = None) -> Outcome:
+    """Train a run in ranks of this machine; returns when it has ended.
+
+    The ranks write the run's record, so live plots follow as they do for a run in this process. Ctrl-C, or a `stop`
+    from anyone, ends it after the current step with a checkpoint.
+
+    Raises: RunError with the failing rank's message and traceback.
+    """
+    control = control or RunControl(run.path, run.metrics)
+    command = torchrun_command(workers(decide(config.runtime)), [
+        "-m", "dflash", "train", "--config", str(Path(run.path) / "config.yaml"), *(["--resume"] if resume else [])])
+    _, offset = read_metrics(run.path)
+    log_path = Path(run.path) / "torchrun.log"
+    with open(log_path, "ab") as log:
+        child = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=child_environment(),
+                                 start_new_session=True)  # a terminal's Ctrl-C reaches us, and we ask rank 0
+        try:
+            records, _ = _follow(child, run, control, offset, say)
+        finally:
+            _end(child)
+    ends = [r for r in records if r["kind"] == "run_end"]
+    faults = [r for r in records if r["kind"] == "fault"]
+    if child.returncode or not ends or faults:
+        fault = faults[0] if faults else {"worker": "torchrun", "type": "RunError", "traceback": _tail(log_path),
+                                          "message": f"the ranks ended with exit code {child.returncode}"}
+        raise RunError(f"{fault['worker']}: {fault['type']}: {fault['message']}\n{fault.get('traceback') or ''}"
+                       f"the ranks' output is in {log_path}")
+    end = ends[-1]
+    return Outcome(end["status"], end.get("step") or 0, end.get("skipped_steps") or 0, end.get("acceptance_length"))
+
+
+def _follow(child: subprocess.Popen, run: Run, control: RunControl, offset: int,
+            say: Callable[[str], None] | None) -> tuple[list[dict], int]:
+    """Pass the log on until the child has ended; returns the records that decide how it ended."""
+    kept, stopping = [], False
+    while True:
+        try:
+            running = child.poll() is None
+            records, offset = read_metrics(run.path, offset)
+            for record in records:
+                if record["kind"] in ("run_end", "fault"):
+                    kept.append(record)
+                if say is not None and record["kind"] == "log":
+                    say(record["message"])
+            if not running:
+                return kept, offset
+            time.sleep(_LOOK)
+        except KeyboardInterrupt:
+            if stopping:
+                raise
+            stopping = True
+            control.stop()
+
+
+def _end(child: subprocess.Popen) -> None:
+    """Make sure that nothing of the child is left."""
+    for number, patience in ((signal.SIGTERM, _PATIENCE), (signal.SIGKILL, 5.0)):
+        if child.poll() is not None:
+            return
+        try:
+            os.killpg(child.pid, number)
+            child.wait(patience)
+        except (ProcessLookupError, subprocess.TimeoutExpired):
+            continue
+
+
+def _tail(path: Path, lines: int = 30) -> str:
+    return "\n".join(path.read_text(errors="replace").splitlines()[-lines:]) + "\n"
