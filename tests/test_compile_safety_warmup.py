@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import random
 import subprocess
@@ -88,7 +89,8 @@ def test_state_is_bit_identical_after_a_warmup(resumed):
     assert bool(replica.optimizer.state) == resumed
     (entry,) = report.devices
     assert entry.graphs == (0 if resumed else 1)  # resumed: the two steps before have compiled it
-    assert entry.seconds > entry.warm_seconds > 0 and entry.peak_bytes > 1 << 20
+    assert entry.warm_seconds > 0 and entry.peak_bytes > 1 << 20
+    assert resumed or entry.seconds > entry.warm_seconds
     assert f"Warmup OK: loss={entry.loss:.2f}, mem=" in str(report)
 
 
@@ -158,8 +160,7 @@ def test_a_changed_frozen_parameter_is_reported():
 
 
 def test_large_shared_tables_are_watched_not_copied(monkeypatch):
-    from dflash.compile_safety import warmup as module
-
+    module = importlib.import_module("dflash.compile_safety.warmup")  # the package has a function of this name
     monkeypatch.setattr(module, "MAX_COPIED_TABLE", 8)
     replica = Replica()
     replica.model.register_buffer("head", torch.zeros(6, 6), persistent=False)
