@@ -11,7 +11,7 @@ from dflash.bench.workload import StepShape, make_drafter, make_head, make_input
 from dflash.compile_safety import GIB, WarmupJob, installed, warmup
 
 # The field log's drafter and 512 tokens; on a CPU the same graph, small.
-FULL = StepShape(tokens=512, anchors=64, block=8, document=256)
+FULL = StepShape(tokens=512, anchors=64, block=32, document=256)  # blocks as in the field log
 SMALL = StepShape(tokens=512, anchors=16, block=8, captured=3, document=128, hidden=64, layers=2, heads=4, kv_heads=2,
                   head_dim=16, intermediate=128, vocab=512)
 
