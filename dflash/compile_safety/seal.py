@@ -26,7 +26,8 @@ def seal() -> None:
     torch's stance `fail_on_recompile` stops a call whose guards fail; `compiled_flex_attention` turns that into
     SealedRecompileError with the guard and the shapes. It holds in every thread, and before any count of recompiles,
     so the recompile limit is never reached. A backward that was never compiled is stopped too, which the stance alone
-    does not do. Sealing twice is the same as once.
+    does not do. Traces are recorded, and late backwards stopped, while `install()` is in effect. Sealing twice is the
+    same as once.
     """
     with _lock:
         if _restore:
