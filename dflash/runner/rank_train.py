@@ -1,0 +1,167 @@
+"""A configured run in one rank of torchrun: `python -m dflash train --config runs/<id>/config.yaml` with RANK set."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from dflash.acceptance import evaluate_acceptance
+from dflash.checkpoint import latest_checkpoint, load_trainer_state, save_checkpoint
+from dflash.compile_safety import protected
+from dflash.control import RunControl
+from dflash.data import Pack
+from dflash.devices import compute_dtype
+from dflash.features import make_source
+from dflash.job import Data, make_drafter, make_planner, prepare_data
+from dflash.plan import Planner
+from dflash.run_config import RunConfig
+from dflash.runner.cluster import Cluster, LifeLine
+from dflash.runner.processes import ProcessEngine
+from dflash.runner.ranks import held_out_source, make_engine, run_rank, serve_target
+from dflash.runner.replicas import shard_target
+from dflash.runner.signals import graceful
+from dflash.target import Target, load_target
+from dflash.telemetry import DeviceSampler, Run
+from dflash.topology import Topology, decide
+from dflash.training import FeatureSource, Replica, Trainer
+
+
+def train_rank(folder: str | Path, config: RunConfig, resume: bool = False) -> int:
+    """This process's part of the run in `folder`; returns the exit code."""
+    run = Run.open(folder)
+    topology = decide(config.runtime)
+    began = time.perf_counter()
+
+    def failed(cluster: Cluster, failure: dict, error: BaseException | None) -> None:
+        if error is not None:
+            run.fault(error, worker=cluster.name)
+        elif cluster.rank == 0 and failure["rank"] < 0 or "no sign of life" in failure["message"]:
+            run.metrics.write("fault", **{k: failure.get(k) for k in ("worker", "type", "message", "traceback")}, step=None)
+        if cluster.rank == 0:
+            run.end("failed", message=f"{failure['worker']}: {failure['message']}", seconds=time.perf_counter() - began)
+
+    return run_rank(topology, lambda cluster, life: _work(cluster, life, run, config, topology, resume, began),
+                    config.runtime.watchdog_seconds, failed)
+
+
+def _work(cluster: Cluster, life: LifeLine, run: Run, config: RunConfig, topology: Topology, resume: bool,
+          began: float) -> None:
+    def say(line: str) -> None:
+        run.metrics.write("log", worker=cluster.name, level="info", message=line)
+
+    with ExitStack() as stack:
+        if cluster.node == 0 and (cluster.device.type == "cuda" or cluster.rank == 0):
+            stack.enter_context(DeviceSampler(run.metrics, [str(cluster.device)]))
+        if cluster.rank != 0:  # rank 0 decides when to stop; a terminal's Ctrl-C reaches everyone
+            stack.enter_context(graceful(_Ignore(), announce=False))
+        config = _same_dtypes(cluster, config, topology)
+        data = prepare_data(config)
+        state = load_trainer_state(latest_checkpoint(run.path)) if resume else None
+        first_step = 1 if state is None else state["step"] + 1
+        soft, metrics = config.train.soft_labels, run.metrics if cluster.node == 0 else None
+        if not cluster.drafts:
+            target = _load_target(config, data, topology.targets[cluster.index], topology)
+            say(f"{target.describe()} on {', '.join(map(str, topology.targets[cluster.index]))}")
+            serve_target(cluster, _source(config, target, data, topology), order_planner(config, data), first_step,
+                         config.train.steps, soft, data.held_out_packs, metrics)
+            return
+        engine = _drafter_engine(cluster, config, data, topology, state, first_step, metrics)
+        source = held_out_source(cluster, engine, data.held_out_packs)
+        plan = engine.planner.step(first_step)
+        protection = stack.enter_context(protected(
+            engine.warmup_jobs(plan) if config.runtime.protect else (), run_dir=run.path if engine.leads else None,
+            step_timeout=config.runtime.watchdog_seconds))
+        for done in protection.warmup.devices if protection.warmup else ():
+            run.metrics.write("warmup", device=done.device, seconds=done.seconds, graphs=done.graphs, peak=done.peak_bytes)
+        if engine.leads:
+            _lead(engine, source, run, config, data.held_out_packs, state, first_step, protection.beat, say, began)
+        else:
+            engine.start(first_step)
+            engine.follow(protection.beat)
+
+
+def _lead(engine: ProcessEngine, source: FeatureSource | None, run: Run, config: RunConfig, held_out: list[Pack],
+          state: dict | None, first_step: int, beat: Callable[[], None], say: Callable[[str], None], began: float) -> None:
+    """Rank 0: the training loop, and the end of the run's record."""
+    control = RunControl(run.path, run.metrics)
+    drafter = engine.replica.drafter
+    trainer = Trainer(
+        engine, engine.planner, config.train, run, control, beat=beat,
+        evaluate=(lambda: evaluate_acceptance(drafter, source, held_out)) if source is not None else None,
+        save=lambda step: save_checkpoint(
+            run.path, step, drafter, config.target.target,
+            {"optimizer": engine.replica.optimizer.state_dict(), "trainer": trainer.state_dict()},
+            keep=config.train.keep_checkpoints))
+    if state is not None:
+        trainer.load_state_dict(state["trainer"])
+        say(f"resuming after step {state['step']}")
+    with graceful(control, announce=False):
+        outcome = trainer.train(first_step)
+        engine.finish()
+    say(f"{outcome.status} after step {outcome.step}, {outcome.skipped_steps} steps skipped")
+    run.end(outcome.status, step=outcome.step, acceptance_length=outcome.acceptance_length,
+            seconds=time.perf_counter() - began, skipped_steps=outcome.skipped_steps)
+
+
+class _Ignore:
+    """What a stop asks of a rank that does not lead: nothing."""
+
+    def stop(self) -> None:
+        pass
+
+
+def _same_dtypes(cluster: Cluster, config: RunConfig, topology: Topology) -> RunConfig:
+    """"auto" is measured on a CPU, so rank 0 settles it for everyone."""
+    if cluster.rank == 0:
+        names = [str(compute_dtype(name, device)).removeprefix("torch.") for name, device in
+                 ((config.target.target_dtype, topology.targets[0][0]), (config.train.dtype, topology.drafters[0]))]
+        cluster.store.set("dtypes", json.dumps(names))
+    cluster.store.wait(["dtypes"])
+    target, train = json.loads(cluster.store.get("dtypes"))
+    return replace(config, target=replace(config.target, target_dtype=target), train=replace(config.train, dtype=train))
+
+
+def _load_target(config: RunConfig, data: Data, devices: tuple[torch.device, ...], topology: Topology) -> Target:
+    sharded = len(devices) > 1
+    target = load_target(config.target.target, device="cpu" if sharded else devices[0], layer_ids=data.layer_ids,
+                         dtype=config.target.target_dtype, self_test=not sharded)
+    return shard_target(target, devices) if sharded else target
+
+
+def _source(config: RunConfig, target: Target, data: Data, topology: Topology) -> FeatureSource:
+    """As `job.prepare` makes it, so that the numbers are the same; each target keeps its share of the cache."""
+    train = config.train
+    return make_source(target, data.train_packs, mode=train.features, max_bytes=int(train.cache_gib * 2**30),
+                       directory=train.cache_dir, keep_last_hidden=train.soft_labels, dtype=torch.bfloat16)
+
+
+def order_planner(config: RunConfig, data: Data) -> Planner:
+    """A planner for the order of packs alone; a target rank has no drafter to ask for its vocabulary."""
+    train = config.train
+    return Planner(data.train_packs, seed=train.seed, packs_per_step=train.packs_per_step,
+                   block_size=config.drafter.block_size, max_anchors=config.drafter.max_anchors, gamma=train.gamma,
+                   reduction=train.reduction, soft_labels=train.soft_labels)
+
+
+def _drafter_engine(cluster: Cluster, config: RunConfig, data: Data, topology: Topology, state: dict | None,
+                    first_step: int, metrics) -> ProcessEngine:
+    """A drafter and its optimizer; the target is read for its head and its warm start, and kept only where it runs."""
+    paired = cluster.roles.paired
+    target = load_target(config.target.target, device=cluster.device if paired else "cpu", layer_ids=data.layer_ids,
+                         dtype=config.target.target_dtype, self_test=paired)
+    drafter = make_drafter(config, target, data, cluster.device)
+    planner = make_planner(config, data, drafter)
+    source = _source(config, target, data, topology) if paired else None
+    del target
+    replica = Replica(drafter, config.train)
+    if state is not None:
+        replica.optimizer.load_state_dict(state["optimizer"])
+    return make_engine(cluster, replica, planner, first_step, config.train.steps, queue_depth=config.runtime.queue_depth,
+                       packs_per_step=config.train.packs_per_step, source=source, metrics=metrics,
+                       timeout=config.runtime.watchdog_seconds)

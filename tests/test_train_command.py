@@ -1,0 +1,179 @@
+"""`python -m dflash train`: one config by the serial engine, threads and torchrun; signals; refusals."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from chat_tokenizer import chat_tokenizer
+from safetensors.torch import load_file
+from tiny_models import tiny_target
+
+from dflash.__main__ import main
+from dflash.checkpoint import latest_checkpoint
+from dflash.control import RunControl
+from dflash.errors import RunError
+from dflash.run_config import RunConfig
+from dflash.telemetry import read_metrics
+
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).resolve().parents[1])}
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory):
+    """A target folder and conversations."""
+    root = tmp_path_factory.mktemp("material")
+    tokenizer = chat_tokenizer()
+    tiny_target(vocab_size=len(tokenizer)).model.save_pretrained(root / "target")
+    tokenizer.save_pretrained(root / "target")
+    words = random.Random(1)
+    rows = [{"messages": [{"role": "user", "content": f"say {number}"},
+                          {"role": "assistant", "content": " ".join(words.choices(["yes", "no", "why", "so"], k=9))}]}
+            for number in range(24)]
+    (root / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return root
+
+
+def write_config(material, folder: Path, **changes) -> Path:
+    values = dict(target=str(material / "target"), data=str(material / "data.jsonl"), pack_length=192, held_out=4,
+                  num_captured=2, drafter_layers=1, block_size=4, max_anchors=16, steps=8, packs_per_step=2, eval_every=8,
+                  checkpoint_every=100, dtype="float32", target_dtype="float32", lr=1e-3, warmup_steps=2,
+                  features="online", soft_labels=True)
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(yaml.safe_dump(RunConfig.from_parameters(**values | changes).to_dict()))
+    return folder / "config.yaml"
+
+
+def losses(run: Path) -> list[float]:
+    return [r["loss"] for r in read_metrics(run)[0] if r["kind"] == "step"]
+
+
+def kinds(run: Path) -> dict[str, list[dict]]:
+    found: dict[str, list[dict]] = {}
+    for record in read_metrics(run)[0]:
+        found.setdefault(record["kind"], []).append(record)
+    return found
+
+
+@pytest.fixture(scope="module")
+def serial_run(material, tmp_path_factory):
+    root = tmp_path_factory.mktemp("serial") / "runs"
+    config = write_config(material, root / "serial")
+    assert main(["train", "--config", str(config), "--runs", str(root)]) == 0
+    return root / "serial"
+
+
+def check_same(run: Path, reference: Path) -> None:
+    assert losses(run) == pytest.approx(losses(reference), abs=1e-6) and len(losses(run)) == 8
+    records, wanted = kinds(run), kinds(reference)
+    assert records["run_end"][-1]["status"] == "completed" and "fault" not in records
+    for a, b in zip(records["eval"], wanted["eval"], strict=True):
+        assert a["acceptance_by_slot"] == pytest.approx(b["acceptance_by_slot"], abs=1e-6) and a["step"] == b["step"]
+    mine, theirs = (load_file(latest_checkpoint(r) / "drafter.safetensors") for r in (run, reference))
+    assert max(float((mine[k] - theirs[k]).abs().max()) for k in theirs) < 1e-6
+    stages = {r["name"] for r in records["stage"]}
+    assert {"target[0]", "drafter[0]", "drafter[1]"} <= stages
+    assert sum(r["tokens"] for r in records["stage"] if r["name"].startswith("drafter")) == sum(
+        r["tokens"] for r in records["step"])
+
+
+def test_threads_give_the_serial_numbers(material, serial_run, tmp_path):
+    config = write_config(material, tmp_path / "runs/threads", gpus="cpu:2", target_gpus="cpu:3")
+    assert main(["train", "--config", str(config), "--runs", "runs"]) == 0
+    check_same(tmp_path / "runs/threads", serial_run)
+    with pytest.raises(RunError, match="--resume"):
+        from dflash.train_command import open_run
+
+        open_run(config, RunConfig.load(config), False, Path("runs"))
+
+
+def test_torchrun_gives_the_serial_numbers(material, serial_run, tmp_path, capsys):
+    config = write_config(material, tmp_path / "runs/ranks", gpus="cpu:2", target_gpus="cpu:1", launcher="torchrun")
+    assert main(["train", "--config", str(config)]) == 0, (tmp_path / "runs/ranks/torchrun.log").read_text()
+    check_same(tmp_path / "runs/ranks", serial_run)
+    assert "completed after step 8" in capsys.readouterr().out
+
+
+def test_ranks_go_on_where_threads_stopped(material, tmp_path):
+    """A checkpoint is the same whoever wrote it: 4 steps by threads and 4 by ranks are 8 serial ones."""
+    fixed = dict(min_lr_ratio=1.0, eval_every=100)
+    wanted = write_config(material, tmp_path / "runs/wanted", **fixed)
+    config = write_config(material, tmp_path / "runs/parts", gpus="cpu:2", target_gpus="cpu:1", **fixed | {"steps": 4})
+    for path in (wanted, config):
+        assert main(["train", "--config", str(path)]) == 0
+    values = yaml.safe_load(config.read_text())
+    values["train"]["steps"], values["runtime"]["launcher"] = 8, "torchrun"
+    config.write_text(yaml.safe_dump(values))
+    assert main(["train", "--config", str(config), "--resume"]) == 0
+    assert losses(config.parent) == pytest.approx(losses(wanted.parent), abs=1e-6)
+
+
+def start(config: Path, runs: Path):
+    return subprocess.Popen([sys.executable, "-m", "dflash", "train", "--config", str(config), "--runs", str(runs)],
+                            env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def wait_for_steps(run: Path, count: int, child, timeout: float = 90) -> None:
+    deadline = time.monotonic() + timeout
+    while len(losses(run)) < count:
+        assert child.poll() is None, child.stdout.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_run_with_a_checkpoint(material, tmp_path, number):
+    config = write_config(material, tmp_path / "runs/long", gpus="cpu:2", target_gpus="cpu:1", steps=100000)
+    child = start(config, tmp_path / "runs")
+    run = tmp_path / "runs/long"
+    wait_for_steps(run, 3, child)
+    began = time.monotonic()
+    child.send_signal(number)
+    output, _ = child.communicate(timeout=30)
+    assert child.returncode == 128 + number, output
+    assert time.monotonic() - began < 10
+    end = kinds(run)["run_end"][-1]
+    assert end["status"] == "interrupted" and end["step"] == len(losses(run))
+    assert latest_checkpoint(run).name.endswith(f"{end['step']:08d}")
+
+
+def test_a_stop_ends_all_ranks_with_a_checkpoint(material, tmp_path):
+    config = write_config(material, tmp_path / "runs/long", gpus="cpu:2", launcher="torchrun", steps=100000)
+    run, child = tmp_path / "runs/long", start(config, tmp_path / "runs")
+    wait_for_steps(run, 3, child)
+    RunControl(run).stop()
+    output, _ = child.communicate(timeout=40)
+    assert child.returncode == 0, output
+    end = kinds(run)["run_end"][-1]
+    assert end["status"] == "interrupted" and latest_checkpoint(run).name.endswith(f"{end['step']:08d}")
+
+
+def test_a_failing_rank_is_named_with_its_traceback(material, tmp_path, capsys):
+    config = write_config(material, tmp_path / "runs/broken", gpus="cpu:2", target_gpus="cpu:1", launcher="torchrun",
+                          attention="sdpa", max_dense_gib=1e-9)
+    assert main(["train", "--config", str(config)]) == 1
+    records = kinds(tmp_path / "runs/broken")
+    assert records["run_end"][-1]["status"] == "failed" and len(records["fault"]) == 1
+    fault = records["fault"][0]
+    assert fault["worker"].startswith("drafter[") and fault["type"] == "DenseAttentionTooLarge"
+    shown = capsys.readouterr().err
+    assert "DenseAttentionTooLarge" in shown and "check_dense_bytes" in shown
+
+
+def test_refusals(material, tmp_path, capsys):
+    config = write_config(material, tmp_path / "runs/x", gpus="5,6,7")
+    assert main(["train", "--config", str(config), "--runs", str(tmp_path / "runs")]) == 2
+    assert "gpus=5,6,7 asks for GPU 5, but this machine has" in capsys.readouterr().err
+    assert main(["train", "--config", str(tmp_path / "none.yaml")]) == 2
+    elsewhere = tmp_path / "mine.yaml"
+    elsewhere.write_text(config.read_text())
+    assert main(["train", "--config", str(elsewhere), "--resume"]) == 2
+    assert "--resume needs the config.yaml of a run folder" in capsys.readouterr().err
