@@ -17,31 +17,37 @@ from dflash.checkpoint import latest_checkpoint, load_trainer_state, save_checkp
 from dflash.compile_safety import protected
 from dflash.control import RunControl
 from dflash.errors import RunError
-from dflash.job import Job, capture_features, prepare, prepare_data
+from dflash.job import Data, Job, capture_features, prepare, prepare_data
 from dflash.run_config import RunConfig
 from dflash.telemetry import DeviceSampler, Run
 from dflash.topology import Topology, decide
 from dflash.training import Engine, Outcome, Replica, SerialEngine, Trainer
 
 
-def start_run(config: RunConfig, root: str | Path = "runs", run_id: str | None = None, sinks=()) -> Run:
+def start_run(config: RunConfig, root: str | Path = "runs", run_id: str | None = None, sinks=(),
+              data: Data | None = None) -> Run:
     """Make the run folder after the cheap checks: devices exist, the data can be read, the mask token is free.
+
+    Args:
+        data: what `prepare_data(config)` gave, so that a large file is read once; give it to `train_run` too.
 
     Raises: ConfigError, DataError, TargetError or RunError, before anything is loaded or written.
     """
     decide(config.runtime)
-    prepare_data(config)
+    if data is None:
+        prepare_data(config)
     return Run.create(root, config.to_dict(), run_id, sinks)
 
 
 def train_run(run: Run, config: RunConfig, control: RunControl | None = None, *, resume: bool = False,
-              say: Callable[[str], None] | None = None) -> Outcome:
+              say: Callable[[str], None] | None = None, data: Data | None = None) -> Outcome:
     """Train to the end, a stop, or an error; the run's record ends with what happened.
 
     Args:
         control: pause, stop, checkpoint and evaluate requests; None makes one on the run's folder.
         resume: go on from the run's newest complete checkpoint.
         say: also gets each line of progress (the run's log always does).
+        data: what `prepare_data(config)` gave, if it was already called.
 
     Ctrl-C ends the run in good order with a checkpoint. Any other error is recorded and raised.
     """
@@ -54,7 +60,7 @@ def train_run(run: Run, config: RunConfig, control: RunControl | None = None, *,
             say(line)
 
     try:
-        outcome = _train(run, config, control, resume, log)
+        outcome = _train(run, config, control, resume, log, data or prepare_data(config))
     except BaseException as error:
         run.fault(error, step=None)
         run.end("failed", message=f"{type(error).__name__}: {error}", seconds=time.perf_counter() - began)
@@ -65,7 +71,8 @@ def train_run(run: Run, config: RunConfig, control: RunControl | None = None, *,
     return outcome
 
 
-def _train(run: Run, config: RunConfig, control: RunControl, resume: bool, log: Callable[[str], None]) -> Outcome:
+def _train(run: Run, config: RunConfig, control: RunControl, resume: bool, log: Callable[[str], None],
+           data: Data) -> Outcome:
     topology = decide(config.runtime)
     for line in topology.table().splitlines():
         log(line)
@@ -73,7 +80,7 @@ def _train(run: Run, config: RunConfig, control: RunControl, resume: bool, log: 
     with ExitStack() as stack:
         stack.enter_context(DeviceSampler(run.metrics, devices))
         job = prepare(config, drafter_device=topology.drafters[0], target_device=topology.targets[0][0], say=log,
-                      data=prepare_data(config))
+                      data=data)
         for line in job.data.report.table().splitlines():
             log(line)
         state = load_trainer_state(latest_checkpoint(run.path)) if resume else None

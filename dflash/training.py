@@ -224,34 +224,56 @@ class Trainer:
         self.acceptance: float | None = None
         self._pending: deque[tuple[StepPlan, float, _Readback]] = deque()
         self._clock = 0.0
+        self._timed = 0.0
+        self.done = 0  # completed steps
 
     def train(self, first_step: int = 1) -> Outcome:
-        """Run steps `first_step` to the planned last one."""
-        status, step = "completed", first_step - 1
+        """Run steps `first_step` to the planned last one.
+
+        A stop request and Ctrl-C (the notebook's stop button) end it after the last completed step, with a checkpoint.
+        """
+        status = "completed"
+        self.done = first_step - 1
         self.engine.start(first_step)
         if first_step == 1:
             self.evaluate(0)
-        began = self._clock = time.perf_counter()
-        while step < self.total:
-            step += 1
-            plan = self.planner.step(step)
-            lr = learning_rate(step, self.total, self.options.warmup_steps, self.options.lr, self.options.min_lr_ratio)
-            self._pending.append((plan, lr, _Readback(self.engine.step(plan, lr))))
-            self._record(keep=1 if self.engine.replica.device.type == "cuda" else 0)
-            self._beat()
-            if step == _TIMED_STEPS and first_step == 1:
-                self._fit_minutes(step, time.perf_counter() - began)
-            if step % self.options.eval_every == 0 or step == self.total:
-                self.evaluate(step)
-            if step % self.options.checkpoint_every == 0 and step != self.total:
-                self.save(step)
-            if not self.control.at_step(checkpoint=lambda s=step: self.save(s), evaluate=lambda s=step: self.evaluate(s)):
-                status = "interrupted"
-                break
-            self._beat()
+        self._clock = time.perf_counter()
+        try:
+            while self.done < self.total and status == "completed":
+                self._step(self.done + 1, first_step)
+                if not self._at_boundary():
+                    status = "interrupted"
+        except KeyboardInterrupt:
+            status = "interrupted"
         self._record(keep=0)
-        self.save(step)
-        return Outcome(status, step, self.skipped, self.acceptance)
+        self.save(self.done)
+        return Outcome(status, self.done, self.skipped, self.acceptance)
+
+    def _step(self, step: int, first_step: int) -> None:
+        """Run one step, and what is due after it."""
+        plan = self.planner.step(step)
+        lr = learning_rate(step, self.total, self.options.warmup_steps, self.options.lr, self.options.min_lr_ratio)
+        began = time.perf_counter()
+        self._pending.append((plan, lr, _Readback(self.engine.step(plan, lr))))
+        self.done = step
+        self._record(keep=1 if self.engine.replica.device.type == "cuda" else 0)
+        self._beat()
+        if first_step == 1 and 1 < step <= _TIMED_STEPS:
+            self._timed += time.perf_counter() - began
+            if step == _TIMED_STEPS:
+                self._fit_minutes(self._timed / (_TIMED_STEPS - 1))
+        if step % self.options.eval_every == 0 or step == self.total:
+            self.evaluate(step)
+        if step % self.options.checkpoint_every == 0 and step != self.total:
+            self.save(step)
+
+    def _at_boundary(self) -> bool:
+        """Do what the buttons ask for between two steps; False when the run is to stop."""
+        here = self.done
+        going_on = self.control.at_step(checkpoint=lambda: self.save(here), evaluate=lambda: self.evaluate(here),
+                                        heartbeat=self._beat)
+        self._beat()
+        return going_on
 
     def state_dict(self) -> dict:
         return {"asked": self.options.steps, "total": self.total, "skipped": self.skipped, "acceptance": self.acceptance}
@@ -303,19 +325,20 @@ class Trainer:
                     "stays good. Resume from it with a lower lr or max_grad_norm, or replay the step"
                 )
 
-    def _fit_minutes(self, step: int, seconds: float) -> None:
-        """Plan fewer steps when `max_minutes` would not hold them, before the schedule is under way."""
+    def _fit_minutes(self, seconds: float) -> None:
+        """Plan fewer steps when `max_minutes` would not hold them at `seconds` a step, before the schedule is under
+        way."""
         if self.options.max_minutes is None:
             return
-        fit = int(self.options.max_minutes * 60 / (seconds / _TIMED_STEPS))
-        self.total = max(step, min(self.total, fit))
+        fit = int(self.options.max_minutes * 60 / seconds)
+        self.total = max(self.done, min(self.total, fit))
         if self.total < self.options.steps:
             self.run.metrics.write("log", worker="main", level="info",
                                    message=f"{self.options.max_minutes:g} minutes hold {self.total} of "
-                                           f"{self.options.steps} steps at {seconds / _TIMED_STEPS:.2f} s a step")
+                                           f"{self.options.steps} steps at {seconds:.2f} s a step")
 
 
-_TIMED_STEPS = 8
+_TIMED_STEPS = 12  # the first of them is not counted
 
 
 def _skip_reason(plan: StepPlan, loss: float, norm: float) -> str | None:
