@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from dflash import doctor
-from dflash.compile_safety import probes
-from dflash.compile_safety.isolated import run_isolated
+from dflash.compile_safety import coldrun, probes
+from dflash.compile_safety.isolated import IsolatedResult, run_isolated
 from dflash.compile_safety.overhead import measure_gate_overhead
 from dflash.compile_safety.probes import ProbeResult, run_probe, table
 
@@ -125,3 +125,20 @@ def test_the_table_has_one_line_for_each_probe():
 def test_protection_costs_less_than_twenty_microseconds():
     """The bound of a warm call; measured 3.7 us on 2 cores, so that a busy machine still passes."""
     assert min(measure_gate_overhead(calls=500, rounds=7)["overhead_us"] for _ in range(3)) < 20
+
+
+@pytest.mark.parametrize("value, hung, outcome", [
+    ({"errors": [], "mismatches": [], "timeline": []}, False, "ok"),
+    ({"errors": ["thread 0: RuntimeError"], "mismatches": [], "timeline": []}, False, "error"),
+    ({"errors": [], "mismatches": ["thread 1: outputs differ"], "timeline": []}, False, "mismatch"),
+    (None, True, "hang"),
+    (None, False, "crash"),
+])
+def test_a_cold_launch_counts_each_outcome(monkeypatch, value, hung, outcome):
+    run = IsolatedResult(value, hung, None if hung else 0, 1.0, "output")
+    monkeypatch.setattr(coldrun, "run_isolated", lambda *args, **kwargs: run)
+    report = coldrun.run_cold(2, protect=True, devices=["cpu"])
+    assert report.outcomes == {outcome: 2} and report.faults == (0 if outcome == "ok" else 2)
+    assert json.loads(coldrun.to_json([report]))[0]["protected"] is True
+    assert f"2 {outcome}" in str(report) and "3 threads on cpu" in str(report)
+    assert coldrun.run_cold(2, protect=True, devices=["cpu"], budget=-1.0).outcomes == {}
