@@ -16,7 +16,6 @@ from dflash.checkpoint import latest_checkpoint, load_trainer_state, save_checkp
 from dflash.compile_safety import protected
 from dflash.control import RunControl
 from dflash.data import Pack
-from dflash.devices import compute_dtype
 from dflash.features import make_source
 from dflash.job import Data, make_drafter, make_planner, prepare_data
 from dflash.plan import Planner
@@ -26,6 +25,7 @@ from dflash.runner.processes import ProcessEngine
 from dflash.runner.ranks import held_out_source, make_engine, run_rank, serve_target
 from dflash.runner.replicas import shard_target
 from dflash.runner.signals import graceful
+from dflash.runner.sources import fit_to
 from dflash.target import Target, load_target
 from dflash.telemetry import DeviceSampler, Run
 from dflash.topology import Topology, decide
@@ -60,7 +60,7 @@ def _work(cluster: Cluster, life: LifeLine, run: Run, config: RunConfig, topolog
             stack.enter_context(DeviceSampler(run.metrics, [str(cluster.device)]))
         if cluster.rank != 0:  # rank 0 decides when to stop; a terminal's Ctrl-C reaches everyone
             stack.enter_context(graceful(_Ignore(), announce=False))
-        config = _same_dtypes(cluster, config, topology)
+        config = _fitted(cluster, config, topology, say)
         data = prepare_data(config)
         state = load_trainer_state(latest_checkpoint(run.path)) if resume else None
         first_step = 1 if state is None else state["step"] + 1
@@ -116,15 +116,14 @@ class _Ignore:
         pass
 
 
-def _same_dtypes(cluster: Cluster, config: RunConfig, topology: Topology) -> RunConfig:
-    """"auto" is measured on a CPU, so rank 0 settles it for everyone."""
+def _fitted(cluster: Cluster, config: RunConfig, topology: Topology, say: Callable[[str], None]) -> RunConfig:
+    """`fit_to` as rank 0 sees it: "auto" dtypes are measured on a CPU, and all ranks must come to the same; packs are
+    counted over all nodes."""
     if cluster.rank == 0:
-        names = [str(compute_dtype(name, device)).removeprefix("torch.") for name, device in
-                 ((config.target.target_dtype, topology.targets[0][0]), (config.train.dtype, topology.drafters[0]))]
-        cluster.store.set("dtypes", json.dumps(names))
-    cluster.store.wait(["dtypes"])
-    target, train = json.loads(cluster.store.get("dtypes"))
-    return replace(config, target=replace(config.target, target_dtype=target), train=replace(config.train, dtype=train))
+        everywhere = replace(topology, drafters=topology.drafters * cluster.roles.nodes)
+        cluster.store.set("config", json.dumps(fit_to(config, everywhere, say).to_dict()))
+    cluster.store.wait(["config"])
+    return RunConfig.from_dict(json.loads(cluster.store.get("config")))
 
 
 def _load_target(config: RunConfig, data: Data, devices: tuple[torch.device, ...], topology: Topology) -> Target:

@@ -6,7 +6,6 @@ in the driving thread, with the traceback of the worker it came from.
 
 from __future__ import annotations
 
-import copy
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -18,13 +17,14 @@ from torch import Tensor
 
 from dflash.compile_safety import HangError, WarmupJob
 from dflash.errors import ConfigError
-from dflash.features import CachedFeatures, OnlineFeatures
+from dflash.features import OnlineFeatures
 from dflash.job import Job
 from dflash.plan import Planner, StepPlan
 from dflash.runner.accounting import Ledger, Rates
 from dflash.runner.handover import HandOver, Ticket, schedule
 from dflash.runner.monitor import Monitor, Stopped
-from dflash.runner.replicas import GradientSum, check_equal, copy_target, make_replicas
+from dflash.runner.replicas import GradientSum, check_equal, make_replicas
+from dflash.runner.sources import OnDevice, make_sources, on
 from dflash.telemetry import Run
 from dflash.topology import Topology
 from dflash.training import PER_SLOT, SCALARS, FeatureSource, Replica, warmup_jobs
@@ -187,7 +187,7 @@ class PipelineEngine:
             return
         features = None
         for source, device in zip(self.sources, self.source_devices, strict=True):
-            with _on(device):
+            with on(device):
                 features = source.get(plan.items[0].pack)
         items = schedule(self.planner, plan.step, self.last_step, len(self.replicas))
         self.hand_over = HandOver([replica.device for replica in self.replicas], self.queue_depth, items, self.monitor,
@@ -202,7 +202,7 @@ class PipelineEngine:
             output = nullcontext() if self.run is None else worker_output(self.run.metrics, name, self.run.path / "logs")
             with output:
                 try:
-                    with _on(device):
+                    with on(device):
                         work(index)
                 except Stopped:
                     pass
@@ -264,33 +264,21 @@ class PipelineEngine:
 class ThreadsEngine(PipelineEngine):
     """The engine of a prepared job: replicas of its drafter and copies of its target on the topology's devices.
 
-    The job's planner is replaced by one that several threads may ask.
+    The job's planner and source are replaced by ones that any thread may ask.
     """
 
     def __init__(self, job: Job, topology: Topology, run: Run | None = None):
         job.planner = SharedPlanner(job.planner)
         train = job.config.train
         replicas = make_replicas(Replica(job.drafter, train), topology.drafters)
-        super().__init__(replicas, make_sources(job, topology), [target[0] for target in topology.targets], job.planner,
+        sources = make_sources(job, topology)
+        if isinstance(job.source, OnlineFeatures):  # evaluation asks from the driving thread
+            job.source = OnDevice(job.source, job.target.device)
+        super().__init__(replicas, sources, [target[0] for target in topology.targets], job.planner,
                          train.steps, queue_depth=job.config.runtime.queue_depth, run=run, paired=topology.paired)
-
-
-def make_sources(job: Job, topology: Topology) -> list[FeatureSource]:
-    """A source for each target worker. Cached features are read by all of them; only what a cache does not hold needs
-    a target of its own on every device."""
-    count = len(topology.targets)
-    if isinstance(job.source, CachedFeatures):
-        view = copy.copy(job.source)  # the same cache, returned where it lies: the hand-over moves it
-        view.device = None
-        return [view] * count
-    targets = [job.target, *(copy_target(job.target, devices[0]) for devices in topology.targets[1:])]
-    return [OnlineFeatures(target, job.source.dtype) for target in targets]
 
 
 def zero_sums(block_size: int, device: torch.device) -> Tensor:
     """The `metric_sums` of no item."""
     return torch.zeros(len(SCALARS) + len(PER_SLOT) * (block_size - 1), dtype=torch.float64, device=device)
 
-
-def _on(device: torch.device):
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
