@@ -35,7 +35,7 @@ from .telemetry import MetricsWriter, metrics_path, read_metrics
 
 OK, CELL_FAILED, REFUSED, INTERRUPTED, KILLED = 0, 1, 2, 130, 138
 AUTOSAVE_SECONDS = 5
-ROOT_PARAMETER = "runs"  # the folder of all runs, where a notebook has such a parameter
+ROOT_PARAMETER = "runs_dir"  # the folder of all runs, where a notebook has such a parameter
 
 
 @dataclass(frozen=True)

@@ -96,9 +96,9 @@ sys.path[:0] = [root, root + "/tests"]
 from synthetic_run import write_run
 if block_size == 13:
     raise ValueError("an unlucky block size")
-write_run(runs, run_id, steps=20, seed=block_size, config={"block_size": block_size})
+write_run(runs_dir, run_id, steps=20, seed=block_size, config={"block_size": block_size})
 """
-PARAMETERS = "root: str = ''\nruns: str = ''\nrun_id: str = ''\nblock_size: int = 8"
+PARAMETERS = "root: str = ''\nruns_dir: str = ''\nrun_id: str = ''\nblock_size: int = 8"
 
 
 def test_a_sweep_runs_every_point_compares_them_and_goes_on_where_it_stopped(tmp_path, capsys):

@@ -18,7 +18,7 @@ DASHES = {"solid": "-", "dash": "--", "dot": ":"}
 
 
 def png(
-    panels: Sequence[Panel], columns: int = 2, dpi: int = 88, panel_size: tuple[float, float] = (6.2, 3.1)
+    panels: Sequence[Panel], columns: int = 2, dpi: int = 86, panel_size: tuple[float, float] = (5.4, 2.95)
 ) -> bytes:
     """The panels on one white page, `columns` a row; `panel_size` in inches."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg

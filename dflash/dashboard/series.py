@@ -144,7 +144,7 @@ class RunSeries:
         self.best_eval: dict[str, Any] = {}
         self.planned_steps: int | None = None
         self.control: str | None = None
-        self.control_time: float | None = None
+        self.answers: dict[str, float] = {}  # control state -> when it was last reached
         self.skipped: dict[str, int] = {}
         self.not_finite = 0
         self.tokens = 0
@@ -285,5 +285,7 @@ class RunSeries:
         self.planned_steps = record.get("steps")
 
     def _on_control(self, record: dict[str, Any], at: float) -> None:
-        self.control = record.get("state")
-        self.control_time = record.get("t")
+        state = str(record.get("state"))
+        self.answers[state] = record.get("t") or 0.0
+        if not state.endswith(" done"):  # a checkpoint made in a pause does not end the pause
+            self.control = state

@@ -9,6 +9,7 @@ widget state.
 
 from __future__ import annotations
 
+import base64
 import html
 import time
 
@@ -33,7 +34,7 @@ BUTTONS = (
     ("stop", "Stop", "stop", "end in good order after this step"),
 )
 ARRAYS = frozenset(("x", "y", "z", "base", "zmax"))
-ANSWERS = {"pause": ("paused",), "resume": ("resumed",), "stop": ("stopping",)}
+ANSWERS = {"pause": "paused", "resume": "resumed", "stop": "stopping"}
 
 # A FigureWidget measures itself before it is attached to the page, and takes 700 pixels. It does listen to
 # the window's resize event, so that is what it gets whenever its width is wrong. Replaced by the log on
@@ -96,6 +97,7 @@ class WidgetView:
             disabled = over or (action == "pause" and paused) or (action == "resume" and not paused)
             if button.disabled != disabled:
                 button.disabled = disabled
+            _answer_while_busy(button)
 
     def close(self, series: RunSeries) -> None:
         panels = build_panels(series, self.panels, drop_empty=True)
@@ -103,7 +105,13 @@ class WidgetView:
         content = bundle(panels, text, self.columns) if panels else {"text/plain": text}
         self._place.update(content, raw=True, metadata=self._meta)
         self._log_place.update(log_bundle(series), raw=True)
-        for widget in (self._figure, *self._buttons.values(), self._status, self._log, self._box):
+        # A page that was reloaded meanwhile has lost the display's id and cannot be handed the bundle; it still
+        # shows the box, which therefore stays, with the final image in it.
+        image = base64.b64decode(content["image/png"]) if panels else b""
+        self._box.children = (self._status, ipywidgets.Image(value=image, format="png"), self._log)
+        self._set(self._status, status_html(series))
+        self._set(self._log, fault_html(series) + log_html(series))
+        for widget in (self._figure, *self._buttons.values()):
             widget.close()
 
     def _new_traces(self, fresh: go.Figure) -> None:
@@ -139,9 +147,8 @@ class WidgetView:
             return ""
         action, since = self._asked
         with series.lock:
-            answered = series.control_time is not None and series.control_time >= since - 0.5
-            state = series.control
-        if answered and state in ANSWERS.get(action, (f"{action} done",)):
+            answered = series.answers.get(ANSWERS.get(action, f"{action} done"), 0.0) >= since - 0.5
+        if answered:
             self._asked = None
             return ""
         return f"{action} asked for; the run acts on it at its next step boundary"
@@ -161,8 +168,6 @@ def status_html(series: RunSeries, waiting: str = "") -> str:
         best = series.best_eval.get("acceptance_length")
         loss, rate, seconds = series.smooth_loss.last, series.step_rate.last, series.seconds
     state = {"resumed": "running"}.get(state, state)
-    if state.endswith(" done"):
-        state = "running"
     colour = {"failed": style.VERMILLION, "completed": style.GREEN, "paused": style.ORANGE}.get(
         state, style.BLUE
     )
@@ -198,6 +203,16 @@ def status_html(series: RunSeries, waiting: str = "") -> str:
         f'<div style="font-family:{style.FONT};padding:4px 2px">'
         f'<div style="display:flex;gap:26px;flex-wrap:wrap">{badge}{numbers}</div>{bar}{note}</div>'
     )
+
+
+def _answer_while_busy(widget: ipywidgets.Widget) -> None:
+    """Let a button's clicks through while a cell runs.
+
+    JupyterLab sends a widget's messages to a subshell, a second thread of the kernel, so that they need not wait for
+    the running cell. ipykernel (7.4) sends them back to the thread that last wrote to the widget, here the busy one;
+    forgetting which that was restores the subshell. Does nothing on other versions.
+    """
+    getattr(widget.comm, "__dict__", {}).pop("_reply_subshell_id", None)
 
 
 def _same_data(old: Panel, new: Panel) -> bool:
