@@ -188,10 +188,31 @@ def run(args: argparse.Namespace) -> int:
     if args.advise is not None:
         gpus = args.advise or max(2, len(topology.devices))
         print(advice(gpus, Rates(**result["rates"]), (gpus - drafters, drafters)))
+    if args.check:
+        result["checks"] = run_checks(case, topology, args.check_steps)
     write_json(args.json, {"bench": "pipeline", "shape": vars(case.shape), "target_layers": case.target_layers,
                            "hybrid": case.hybrid, "topology": str(topology), "queue_depth": args.queue_depth,
                            "environment": environment(topology.drafters[0]), **result})
-    return 0
+    return 0 if all(check["ok"] for check in result.get("checks", {}).values()) else 1
+
+
+def run_checks(case: Case, topology: Topology, steps: int) -> dict[str, dict]:
+    """Everything a pipeline must keep, a line each; see `pipeline_checks`."""
+    from dflash.bench import pipeline_checks as checks
+
+    done = {}
+    size = (1024, 768) if topology.drafters[0].type == "cuda" else (64, 48)
+    for name, check in {
+        "stamped packs, depth 1": lambda: checks.check_stamps(topology, 1000, 1, *size),
+        "stamped packs, depth 8": lambda: checks.check_stamps(topology, 1000, 8, *size),
+        "losses of the serial reference": lambda: checks.check_equal(case, topology, 20),
+        "flat memory": lambda: checks.check_memory(case, topology, steps),
+        "a failing target ends the run": lambda: checks.check_failure(case, topology),
+    }.items():
+        done[name] = check()
+        shown = {k: v for k, v in done[name].items() if k not in ("ok", "workers", "frames")}
+        print(f"{'ok ' if done[name]['ok'] else 'BAD'} {name}: {shown}")
+    return done
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
@@ -209,5 +230,8 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument("--queue-depth", type=int, default=2)
     parser.add_argument("--advise", type=int, nargs="?", const=0, default=None, metavar="GPUS",
                         help="print every split of this many GPUs (default: of those in use)")
+    parser.add_argument("--check", action="store_true",
+                        help="also check the hand-over, the losses against the serial reference, memory, and failure")
+    parser.add_argument("--check-steps", type=int, default=200, help="steps of the memory check")
     parser.add_argument("--json", help="write the results here")
     parser.set_defaults(run=run)

@@ -23,6 +23,7 @@ from dflash.topology import Topology
 
 _BEAT = 1.0  # seconds between two signs of life
 _SILENT = 20.0  # seconds after which a rank without one counts as dead
+_NEVER = timedelta(days=7)  # of collectives: a pause or a long evaluation is no fault; the life line finds the dead
 _GRACE = 3.0  # seconds between another rank's failure and this one's end
 
 
@@ -108,7 +109,7 @@ class Cluster:
         store.set_timeout(timedelta(seconds=timeout))
         self.store = dist.PrefixStore("dflash", store)
         dist.init_process_group(backend, store=dist.PrefixStore("group", store), rank=rank, world_size=world,
-                                timeout=timedelta(seconds=timeout))
+                                timeout=_NEVER)
         self.drafter_group = dist.new_group(self.roles.drafter_ranks)
         self.name = f"node {self.node} " * (self.roles.nodes > 1) + (
             f"drafter[{self.index}]" if self.drafts else f"target[{self.index}]")

@@ -1,0 +1,67 @@
+"""Accounting of waits, advice on splits, and the pipeline bench on CPU workers."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+import torch
+
+from dflash.__main__ import main
+from dflash.runner.accounting import Ledger, Rates, advice, splits
+from dflash.telemetry import Run, read_metrics
+
+
+def test_the_best_split_is_the_one_whose_slower_side_is_fastest():
+    """FACTS: a 27B target gives 7,800 tokens/s, a drafter takes 36,000: of eight GPUs, six should run targets."""
+    best = splits(8, Rates(7800, 36000))[0]
+    assert (best.targets, best.drafters, best.tokens_per_second, best.bound_by) == (6, 2, 46800, "targets")
+    for gpus in range(2, 17):
+        for target, drafter in ((1.0, 1.0), (1.0, 5.0), (5.0, 1.0), (2.0, 3.0)):
+            wanted = max(min((gpus - d) * target, d * drafter) for d in range(1, gpus))
+            assert splits(gpus, Rates(target, drafter))[0].tokens_per_second == pytest.approx(wanted)
+    sharded = splits(8, Rates(10, 100), gpus_per_target=3)[0]
+    assert (sharded.targets, sharded.drafters) == (2, 1)
+    assert splits(1, Rates(2.0, 2.0))[0].tokens_per_second == pytest.approx(1.0)
+
+
+def test_advice_says_how_much_another_split_would_give():
+    text = advice(8, Rates(7800, 36000), (5, 3))
+    assert ("best of 8: 6 targets and 2 drafters, 46,800 tokens/s; 1.20 times the 39,000 of 5 + 3, which is bound by its "
+            "targets") in text
+    assert text.count("\n") == 8
+    assert "6 + 2 is as good" in advice(8, Rates(7800, 36000), (6, 2))
+
+
+def test_a_ledger_tells_work_from_waiting(tmp_path):
+    run = Run.create(tmp_path, {}, "run")
+    ledger = Ledger("target[0]", torch.device("cpu"), run.metrics)
+    for phase, seconds in (("capture", 0.05), ("wait", 0.03), ("capture", 0.05), ("idle", 0.02), ("reduce", 0.02)):
+        ledger.enter(phase, step=7)
+        time.sleep(seconds)
+    ledger.add_tokens(500)
+    ledger.finish()
+    ledger.report(queue_depth=2, force=True)
+    assert 0.1 <= ledger.busy < 0.3 and 0.03 <= ledger.waiting < 0.2
+    records, _ = read_metrics(run.path)
+    stage = next(r for r in records if r["kind"] == "stage")
+    assert stage["name"] == "target[0]" and stage["tokens"] == 500 and stage["queue_depth"] == 2
+    assert stage["tokens_per_second"] == pytest.approx(500 / ledger.busy)
+    spans = [r for r in records if r["kind"] == "span"]
+    assert [s["name"] for s in spans] == ["capture", "wait", "capture", "reduce"]  # idle is a gap
+    assert all(s["worker"] == "target[0]" and s["step"] == 7 and abs(s["start"] - time.time()) < 5 for s in spans)
+    ledger.report(queue_depth=0, force=True)
+    assert sum(r["kind"] == "stage" for r in read_metrics(run.path)[0]) == 1  # nothing new, nothing said
+
+
+def test_the_bench_measures_checks_and_advises(tmp_path, capsys):
+    out = tmp_path / "pipeline.json"
+    assert main(["bench", "pipeline", "--shape", "tiny", "--gpus", "cpu:2", "--target-gpus", "cpu:2", "--target-layers", "4",
+                 "--steps", "10", "--check", "--check-steps", "30", "--advise", "8", "--json", str(out)]) == 0
+    result = json.loads(out.read_text())
+    assert result["target"]["tokens_per_second"] > 0 and result["pipeline"]["finite"]
+    assert result["checks"]["stamped packs, depth 8"]["mismatched_elements"] == 0
+    assert result["checks"]["losses of the serial reference"]["worst_relative_difference"] < 1e-5
+    shown = capsys.readouterr().out
+    assert "best of 8" in shown and "of its slower side" in shown
