@@ -10,6 +10,7 @@ import pytest
 import torch
 from runner_jobs import LENGTH, drive, first_replica, options, packs, planner, serial, weights
 
+from dflash.compile_safety import HangError, protected
 from dflash.features import OnlineFeatures
 from dflash.runner.handover import HandOver, schedule
 from dflash.runner.monitor import Monitor, worker_of
@@ -120,6 +121,40 @@ def test_a_drafter_that_raises_ends_the_run_too():
         drive(engine, plans, settings)
     assert worker_of(caught.value) == "drafter[1]"
     assert not [t for t in threading.enumerate() if t.name.startswith(("drafter[", "target["))]
+
+
+def test_a_target_that_hangs_ends_the_run_with_all_stacks(tmp_path):
+    """The watchdog's bound passes; the step that is waited for ends with HangError."""
+    release, settings = threading.Event(), options()
+
+    class Hanging:
+        def __init__(self, source):
+            self.source, self.calls = source, 0
+
+        def get(self, pack):
+            self.calls += 1
+            if self.calls > 3:
+                release.wait(20)
+            return self.source.get(pack)
+
+    engine, plans = engine_of(1, 1, settings, wrap=lambda s, i: Hanging(s))
+    began = time.monotonic()
+    try:
+        with pytest.raises(HangError, match="no step was completed for 1 s"):
+            with protected(run_dir=tmp_path, step_timeout=1.0, on_hang=engine.on_hang) as protection:
+                engine.start(1)
+                try:
+                    for step in range(1, 20):
+                        engine.step(plans.step(step), settings.lr)
+                        protection.beat()
+                finally:
+                    release.set()
+                    engine.close()
+    finally:
+        release.set()
+        engine.close()
+    assert time.monotonic() - began < 10
+    assert "test_runner_threads.py" in (tmp_path / "stacks.txt").read_text()
 
 
 class Stamped:

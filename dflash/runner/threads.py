@@ -133,11 +133,10 @@ class PipelineEngine:
         left = [thread.name for thread in self._threads if thread.is_alive()]
         if left:
             self._log(f"still busy after {_JOIN:.0f} s, left behind: {', '.join(left)}", "warning")
-        else:
+        elif self.monitor.error is None and self._threads:  # after a failure a device may not answer any more
             for ledger in (*self.drafter_ledgers, *self.target_ledgers):
                 ledger.finish()
-            if self.monitor.error is None and self._threads:
-                self._report(force=True)
+            self._report(force=True)
         self._threads = []
         self.hand_over = None
 
