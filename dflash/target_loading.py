@@ -9,6 +9,8 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -104,18 +106,41 @@ def load_config(source: Source):
     return config.get_text_config()
 
 
+@contextmanager
+def _no_bars() -> Iterator[None]:
+    """Without the libraries' progress bars, which a saved notebook keeps as widgets stuck at some percentage.
+
+    transformers has a switch for its own; the one over a GGUF's tensors is plain tqdm and has none.
+    """
+    from transformers import modeling_gguf_pytorch_utils as gguf_module
+    from transformers.utils import logging
+
+    shown, bar = logging.is_progress_bar_enabled(), getattr(gguf_module, "tqdm", None)
+    logging.disable_progress_bar()
+    if bar is not None:
+        gguf_module.tqdm = lambda items, *args, **kwargs: items
+    try:
+        yield
+    finally:
+        if bar is not None:
+            gguf_module.tqdm = bar
+        if shown:
+            logging.enable_progress_bar()
+
+
 def load_model(source: Source, dtype: torch.dtype, attention: str = "sdpa") -> torch.nn.Module:
     """Load the causal language model on the CPU; a weight that the file lacks stops the run."""
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
-            source.location,
-            dtype=dtype,
-            attn_implementation=attention,
-            trust_remote_code=False,
-            output_loading_info=True,
-            **_dequantized(source),
-            **source.kwargs,
-        )
+        with _no_bars():
+            model, info = AutoModelForCausalLM.from_pretrained(
+                source.location,
+                dtype=dtype,
+                attn_implementation=attention,
+                trust_remote_code=False,
+                output_loading_info=True,
+                **_dequantized(source),
+                **source.kwargs,
+            )
     except Exception as error:
         raise TargetError(_explain(source, error)) from error
     _refuse_incomplete(source, model, info)
