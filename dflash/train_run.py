@@ -18,7 +18,12 @@ from dflash.compile_safety import protected
 from dflash.control import RunControl
 from dflash.errors import RunError
 from dflash.job import Data, Job, capture_features, prepare, prepare_data
+from dflash.memory_estimate import estimate_run, refuse_what_does_not_fit
 from dflash.run_config import RunConfig
+from dflash.runner.launcher import train_with_torchrun
+from dflash.runner.monitor import worker_of
+from dflash.runner.replicas import shard_target
+from dflash.runner.sources import fit_to, on
 from dflash.telemetry import DeviceSampler, Run
 from dflash.topology import Topology, decide
 from dflash.training import Engine, Outcome, Replica, SerialEngine, Trainer
@@ -33,9 +38,10 @@ def start_run(config: RunConfig, root: str | Path = "runs", run_id: str | None =
 
     Raises: ConfigError, DataError, TargetError or RunError, before anything is loaded or written.
     """
-    decide(config.runtime)
+    topology = decide(config.runtime)
     if data is None:
         prepare_data(config)
+    refuse_what_does_not_fit(estimate_run(config, topology), config)
     return Run.create(root, config.to_dict(), run_id, sinks)
 
 
@@ -59,10 +65,12 @@ def train_run(run: Run, config: RunConfig, control: RunControl | None = None, *,
         if say is not None:
             say(line)
 
+    if config.runtime.launcher == "torchrun":  # its ranks write the record
+        return train_with_torchrun(run, config, control, resume=resume, say=say)
     try:
         outcome = _train(run, config, control, resume, log, data or prepare_data(config))
     except BaseException as error:
-        run.fault(error, step=None)
+        run.fault(error, worker=worker_of(error), step=None)
         run.end("failed", message=f"{type(error).__name__}: {error}", seconds=time.perf_counter() - began)
         raise
     log(f"{outcome.status} after step {outcome.step}, {outcome.skipped_steps} steps skipped")
@@ -74,13 +82,20 @@ def train_run(run: Run, config: RunConfig, control: RunControl | None = None, *,
 def _train(run: Run, config: RunConfig, control: RunControl, resume: bool, log: Callable[[str], None],
            data: Data) -> Outcome:
     topology = decide(config.runtime)
-    for line in topology.table().splitlines():
+    memory = estimate_run(config, topology)
+    for line in topology.table(memory).splitlines():
         log(line)
+    config = fit_to(config, topology, log)
     devices = [str(device) for device in topology.devices]
+    first = topology.targets[0]
     with ExitStack() as stack:
+        stack.enter_context(on(topology.drafters[0]))
         stack.enter_context(DeviceSampler(run.metrics, devices))
-        job = prepare(config, drafter_device=topology.drafters[0], target_device=topology.targets[0][0], say=log,
-                      data=data)
+        with on(first[0]):
+            job = prepare(config, drafter_device=topology.drafters[0], target_device=first[0] if len(first) == 1 else "cpu",
+                          say=log, data=data)
+        if len(first) > 1:
+            shard_target(job.target, first)
         for line in job.data.report.table().splitlines():
             log(line)
         state = load_trainer_state(latest_checkpoint(run.path)) if resume else None
@@ -94,7 +109,8 @@ def _train(run: Run, config: RunConfig, control: RunControl, resume: bool, log: 
             log(f"resuming after step {state['step']}")
         protection = stack.enter_context(
             protected(engine.warmup_jobs(job.planner.step(first_step)) if config.runtime.protect else (),
-                      run_dir=run.path, step_timeout=config.runtime.watchdog_seconds)
+                      run_dir=run.path, step_timeout=config.runtime.watchdog_seconds,
+                      on_hang=getattr(engine, "on_hang", None))
         )
         for done in protection.warmup.devices if protection.warmup else ():
             run.metrics.write("warmup", device=done.device, seconds=done.seconds, graphs=done.graphs, peak=done.peak_bytes)
