@@ -11,13 +11,29 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from .control import RunControl
 from .errors import RunError
 from .telemetry import Run
 from .worker_log import worker_output
+
+
+@contextmanager
+def library_bars_off() -> Iterator[None]:
+    """No progress bars of transformers meanwhile: in a thread they would be widgets in whichever cell runs, and in
+    an executed notebook they stay at 0%."""
+    from transformers.utils import logging as library
+
+    enabled = library.is_progress_bar_enabled()
+    library.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if enabled:
+            library.enable_progress_bar()
 
 
 class BackgroundRun:
@@ -79,7 +95,8 @@ class BackgroundRun:
         self.control.stop()
 
     def _work(self) -> None:
-        with worker_output(self.run.metrics, self._worker, os.path.join(self.run.path, "logs")):
+        logs = os.path.join(self.run.path, "logs")
+        with library_bars_off(), worker_output(self.run.metrics, self._worker, logs):
             try:
                 self.result = self._function(self.control)
                 status, message = "completed", None

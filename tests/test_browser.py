@@ -244,7 +244,8 @@ def test_a_report_without_scripts_shows_its_images(browser, shots, tmp_path):
 
 SMALL = """
 held_out = 4; max_conversations = "12"; pack_length = 256; max_anchors = 16; steps = 4000; max_minutes = ""
-draft_vocab = "512"; eval_every = 20; decode_prompts = 0; run_id = "browser"; runs_dir = {runs!r}; drafter_layers = 1; soft_labels = False
+draft_vocab = "512"; eval_every = 20; decode_prompts = 0; drafter_layers = 1; soft_labels = False
+run_id = "browser"; runs_dir = {runs!r}
 """
 
 

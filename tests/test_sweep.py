@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import nbformat
@@ -149,7 +150,22 @@ def test_without_tensorboard_the_sink_says_what_to_do(tmp_path, monkeypatch):
         TensorBoardSink(tmp_path)
 
 
-def test_the_sources_of_the_notebook_are_clean():
-    notebook = nbformat.read(ROOT / "notebooks" / "00_runs.ipynb", as_version=4)
+def test_the_index_runs_and_shows_its_picture(tmp_path):
+    import papermill
+
+    out = tmp_path / "out.ipynb"
+    source = ROOT / "notebooks" / "index.ipynb"
+    papermill.execute_notebook(str(source), str(out), parameters={"seed": 3}, cwd=str(ROOT), progress_bar=False)
+    found = outputs(out)
+    assert sum("image/png" in (o.get("data") or {}) for _, o in found) == 1
+    assert "all 24 queries see what they should" in "".join(o.get("text", "") for _, o in found)
+    text = nbformat.read(source, as_version=4).cells[0].source
+    linked = set(re.findall(r"\]\(([^)]+\.ipynb)\)", text))
+    assert linked == {p.name for p in source.parent.glob("*.ipynb")} - {"index.ipynb"}
+
+
+@pytest.mark.parametrize("name", ["00_runs.ipynb", "index.ipynb"])
+def test_the_sources_of_the_notebooks_are_clean(name):
+    notebook = nbformat.read(ROOT / "notebooks" / name, as_version=4)
     assert notebook.metadata.kernelspec["name"] == "python3"
     assert all(not c.get("outputs") and c.get("execution_count") is None for c in notebook.cells if c.cell_type == "code")

@@ -273,3 +273,13 @@ def test_a_background_run_stops_on_request(tmp_path):
     job.stop()
     assert job.wait(5) >= 1
     assert kinds(run.path, "run_end")[0]["status"] == "interrupted"
+
+
+def test_library_progress_bars_are_off_in_the_background_and_back_afterwards(tmp_path):
+    from transformers.utils import logging as library
+
+    library.enable_progress_bar()
+    run = Run.create(tmp_path, {}, "r")
+    job = BackgroundRun(run, lambda control: library.is_progress_bar_enabled()).start()
+    assert job.wait(30) is False
+    assert library.is_progress_bar_enabled()

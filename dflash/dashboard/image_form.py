@@ -108,10 +108,12 @@ def _draw_heat(page: Any, ax: Any, heat: Heat) -> None:
     mesh = ax.pcolormesh(
         columns, heat.y, z, cmap=style.SEQUENTIAL.lower(), vmin=0, vmax=heat.top, shading="nearest"
     )
+    ax.yaxis.get_major_locator().set_params(integer=True)
+    if not heat.scale:
+        return
     bar = page.colorbar(mesh, cax=ax.inset_axes((1.015, 0, 0.022, 1)), format=lambda value, _: f"{value:.0%}")
     bar.outline.set_visible(False)
     bar.ax.tick_params(labelsize=8, colors=TEXT, length=0)
-    ax.yaxis.get_major_locator().set_params(integer=True)
 
 
 def _draw_spans(ax: Any, spans: Sequence[Spans], lanes: list[str]) -> None:

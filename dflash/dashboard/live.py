@@ -187,7 +187,8 @@ class StaticView:
     def _draw(self, series: RunSeries, drop_empty: bool) -> None:
         panels = build_panels(series, self.panels, drop_empty)
         text = one_line(series)
-        content = bundle(panels, text, self.columns) if panels else {"text/plain": text}
+        drawn = any(not panel.empty for panel in panels)  # before the first record a line of text is enough
+        content = bundle(panels, text, self.columns) if drawn else {"text/plain": text}
         self._plots.update(content, raw=True, metadata=self._meta)
         self._log.update(log_bundle(series), raw=True)
 

@@ -43,6 +43,7 @@ class Heat:
     y: np.ndarray
     z: np.ndarray
     label: str
+    scale: bool = True  # show the colour scale
 
     @property
     def top(self) -> float:

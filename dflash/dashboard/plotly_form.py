@@ -161,8 +161,8 @@ def _heat(heat: Heat) -> dict[str, Any]:
     return {
         "type": "heatmap", "x": _short(heat.x), "y": heat.y, "z": _short(heat.z),
         "colorscale": style.SEQUENTIAL, "zmin": 0.0, "zmax": heat.top,
-        "colorbar": {"thickness": 10, "outlinewidth": 0, "tickformat": ".0%"},
-        "hovertemplate": f"step %{{x}}, slot %{{y}}: %{{z:.1%}}<extra>{heat.label}</extra>",
+        "showscale": heat.scale, "colorbar": {"thickness": 10, "outlinewidth": 0, "tickformat": ".0%"},
+        "hovertemplate": f"%{{x}}, %{{y}}: %{{z:.1%}}<extra>{heat.label}</extra>",
     }  # fmt: skip
 
 

@@ -166,7 +166,7 @@ class RunSeries:
         self.checkpoints: list[dict[str, Any]] = []
         self._smooth = self._smooth_weight = self._smooth_accept = self._accept_weight = 0.0
 
-    def follow(self, chunk: int = 4 << 20) -> int:
+    def follow(self, chunk: int = 1 << 20) -> int:
         """Read what has been appended since the last call; the number of new records."""
         new = 0
         while True:

@@ -27,7 +27,7 @@ def build_report(
 
     from ..dashboard.series import RunSeries
     from ..telemetry import holds_run
-    from .notebook_part import cells_html, repeat_commands, run_folder, verdict
+    from .notebook_part import cells_html, heading, repeat_commands, run_folder, verdict
     from .page import Material, page
 
     source = Path(source)
@@ -51,7 +51,7 @@ def build_report(
             raise RunError(f"{folder} holds no run (metrics.jsonl is missing); check --run")
         material.series = RunSeries(folder)
         material.series.follow()
-    material.title = f"Run {folder.resolve().name}" if folder is not None else notebook_path.stem
+    material.title = f"Run {folder.resolve().name}" if folder is not None else heading(notebook, notebook_path.stem)
     out = Path(out) if out else (source / "report.html" if source.is_dir() else source.with_suffix(".html"))
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(page(material), encoding="utf-8")

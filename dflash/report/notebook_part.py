@@ -67,6 +67,15 @@ def run_folder(notebook: nbformat.NotebookNode, path: Path) -> Path | None:
     return path.parent if (path.parent / "metrics.jsonl").exists() else None
 
 
+def heading(notebook: nbformat.NotebookNode, otherwise: str) -> str:
+    """The notebook's first heading."""
+    for cell in notebook.cells:
+        found = re.search(r"^# +(.+)$", cell.source, re.M) if cell.cell_type == "markdown" else None
+        if found:
+            return found.group(1).strip()
+    return otherwise
+
+
 def repeat_commands(notebook: nbformat.NotebookNode) -> list[str]:
     """The lines that repeat an execution, from papermill's own record of it."""
     import shlex
