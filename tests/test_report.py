@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import gzip
 import json
+import os
 import re
 import time
 
@@ -146,7 +147,7 @@ def test_odd_things_are_noticed(tmp_path):
     assert [f.level for f in findings(load(quiet), "completed")] == []
 
 
-def test_the_bottleneck_is_read_from_the_record(tmp_path):
+def test_the_bottleneck_is_read_from_the_record(tmp_path, monkeypatch):
     def verdict_of(name, *records):
         run = Run.create(tmp_path, {}, name)
         for kind, fields in records:
@@ -158,7 +159,12 @@ def test_the_bottleneck_is_read_from_the_record(tmp_path):
     assert verdict_of("a", target, drafter).startswith("The drafter is the bottleneck: drafters waited 0%")
     assert "balanced" in verdict_of("b", ("stage", {**target[1], "wait_seconds": 0.0}), drafter)
     busy = ("device", {"device": "cpu", "used": 1, "utilization": 95.0})
-    assert verdict_of("c", busy) == "The processor cores were busy 95% of the time on average: compute sets the pace."
+    cores = len(os.sched_getaffinity(0))
+    monkeypatch.setenv("OMP_NUM_THREADS", str(cores))
+    said = verdict_of("c", busy)
+    assert said == f"The process kept {0.95 * cores:.1f} of {cores} cores busy on average: compute sets the pace."
+    monkeypatch.setenv("OMP_NUM_THREADS", "0")
+    assert "OMP_NUM_THREADS=0 allowed it no more" in verdict_of("e", busy)
     assert verdict_of("d").startswith("Not measured")
 
 

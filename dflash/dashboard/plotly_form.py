@@ -53,6 +53,7 @@ def grid_figure(panels: Sequence[Panel], columns: int = 2, height: int = PANEL_H
         "margin": {"l": 8, "r": 8, "t": 8, "b": 8},
         "hoverlabel": {"font": {"family": style.FONT, "size": 12}},
         "barmode": "overlay",
+        "showlegend": True,  # plotly would leave out the name of a lone curve
         "modebar": {
             "bgcolor": "rgba(0,0,0,0)",
             "color": style.INK,

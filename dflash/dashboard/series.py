@@ -135,6 +135,7 @@ class RunSeries:
         self.offset = 0
         self.records = 0
         self.start_time: float | None = None
+        self.first_step_at: float | None = None  # seconds after the start: before it, models are loaded
         self.last_time: float | None = None
         self.run_start: dict[str, Any] | None = None
         self.run_end: dict[str, Any] | None = None
@@ -210,6 +211,8 @@ class RunSeries:
     def _on_step(self, record: dict[str, Any], at: float) -> None:
         step = record.get("step") or 0
         self.last_step = record
+        if self.first_step_at is None:
+            self.first_step_at = at
         self.tokens += record.get("tokens") or 0
         if record.get("skipped"):
             reason = record.get("reason") or "no reason given"

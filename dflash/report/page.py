@@ -62,7 +62,7 @@ def page(material: Material) -> str:
             sections.append(("What happened", events_html(series)))
     if material.commands:
         lines = "\n".join(material.commands)
-        sections.append(("Repeat it", f"<pre>{escape(lines)}</pre>"))
+        sections.append(("Repeat it", f'<pre class="wrap">{escape(lines)}</pre>'))
     if series is not None:
         sections.append(("Configuration and environment", configuration_html(series)))
     if material.notebook_html:
@@ -253,13 +253,12 @@ def events_html(series: RunSeries) -> str:
 
 
 def configuration_html(series: RunSeries) -> str:
-    """Settings in two columns, environment as a table, both folded files in full."""
+    """Settings in two columns, what they ran on in a third."""
     file = series.path / CONFIG_NAME
     config = series.config or (yaml.safe_load(file.read_text()) if file.exists() else {}) or {}
-    settings = "".join(
-        f"<tr><th>{escape(str(key))}</th><td>{escape(str(value))}</td></tr>"
-        for key, value in flatten(config).items()
-    )
+    rows = [f"<tr><th>{escape(str(k))}</th><td>{escape(str(v))}</td></tr>" for k, v in flatten(config).items()]
+    half = -(-len(rows) // 2)
+    settings = f"<table>{''.join(rows[:half])}</table><table>{''.join(rows[half:])}</table>"
     environment = (series.run_start or {}).get("environment") or _json(series.path / ENVIRONMENT_NAME)
     packages = {name: version for name, version in (environment.get("packages") or {}).items() if version}
     source = environment.get("source") or {}
@@ -281,7 +280,7 @@ def configuration_html(series: RunSeries) -> str:
         for key, value in facts.items()
         if value
     )
-    return f'<div class="columns"><table>{settings}</table><table>{rows}</table></div>'
+    return f'<div class="columns">{settings}<table>{rows}</table></div>'
 
 
 def _json(path: Path) -> dict[str, Any]:

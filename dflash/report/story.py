@@ -15,7 +15,8 @@ from ..dashboard import style
 from ..dashboard.panels import BONUS
 from ..dashboard.series import RunSeries, Series
 
-FLAT = 0.02  # the runtime contract: steady memory moves by at most 2% after warmup
+FLAT = 0.02  # the runtime contract: steady memory of a GPU moves by at most 2% after warmup
+FLAT_PROCESS = 0.15  # resident memory of a process is the system's business, too
 SILENT_AFTER = 120.0  # a record without an end that is older than this belongs to a run that died
 
 
@@ -143,10 +144,22 @@ def bottleneck(series: RunSeries) -> str:
     busy = {name: float(np.mean(s.mean()[1])) for name, s in series.utilization.items() if len(s)}
     if busy:
         mean = sum(busy.values()) / len(busy)
-        kind = "processor cores were" if list(busy) == ["cpu"] else "devices were"
+        if list(busy) == ["cpu"]:
+            return _processor(series, mean)
         verdict = "compute sets the pace" if mean >= 70 else "something other than compute sets the pace"
-        return f"The {kind} busy {mean:.0f}% of the time on average: {verdict}."
+        return f"The devices were busy {mean:.0f}% of the time on average: {verdict}."
     return "Not measured: the run wrote neither stage timings nor utilisation."
+
+
+def _processor(series: RunSeries, mean: float) -> str:
+    environment = (series.run_start or {}).get("environment") or {}
+    cores = (environment.get("cpu") or {}).get("usable")
+    threads = (environment.get("variables") or {}).get("OMP_NUM_THREADS")
+    used = f"{mean / 100 * cores:.1f} of {cores} cores" if cores else f"{mean:.0f}% of the cores"
+    if threads and cores and threads.isdigit() and int(threads) < cores:
+        return f"The process kept {used} busy on average; OMP_NUM_THREADS={threads} allowed it no more."
+    verdict = "compute sets the pace" if mean >= 70 else "loading, input, or other work on the machine took the rest"
+    return f"The process kept {used} busy on average: {verdict}."
 
 
 def findings(series: RunSeries, status: str, dropped: int = 0) -> list[Finding]:
@@ -210,8 +223,8 @@ def _curves(series: RunSeries) -> list[Finding]:
 def _devices(series: RunSeries) -> list[Finding]:
     found = []
     for name, memory in sorted(series.memory.items()):
-        change = _drift(memory)
-        if change is not None and change > FLAT:
+        change = _drift(memory, since=series.first_step_at or 0.0)
+        if change is not None and change > (FLAT_PROCESS if name == "cpu" else FLAT):
             found.append(
                 Finding(
                     "odd",
@@ -224,12 +237,14 @@ def _devices(series: RunSeries) -> list[Finding]:
     return found
 
 
-def _drift(series: Series) -> float | None:
-    """Relative change from the second to the last quarter of a series; None when it is too short to tell."""
-    _, y = series.mean()
-    if series.count < 40:
-        return None
+def _drift(series: Series, since: float = float("-inf")) -> float | None:
+    """Relative change from the second to the last quarter of a series from x = `since` on; None when it is too
+    short to tell."""
+    x, y = series.mean()
+    y = y[x >= since]
     quarter = len(y) // 4
+    if series.count < 40 or quarter < 3:
+        return None
     before, after = float(np.median(y[quarter : 2 * quarter])), float(np.median(y[-quarter:]))
     return (after - before) / before if before > 0 else None
 

@@ -55,8 +55,10 @@ th, td { text-align:left; padding:4px 18px 4px 0; border-bottom:1px solid var(--
 th { color:var(--soft); font-weight:500; }
 td.number, th.number { text-align:right; }
 details { margin:8px 0; } summary { cursor:pointer; color:var(--soft); }
-.columns { columns:2; column-gap:40px; } .columns > * { break-inside:avoid; }
-@media (max-width:860px) { .columns { columns:1; } }
+.columns { display:grid; grid-template-columns:repeat(3,minmax(0,1fr)); gap:0 28px; align-items:start; }
+.columns table { font-size:12.5px; width:100%; } .columns td { overflow-wrap:anywhere; }
+pre.wrap { white-space:pre-wrap; }
+@media (max-width:860px) { .columns { grid-template-columns:1fr; } }
 .example { background:var(--card); border:1px solid var(--rule); border-radius:8px; padding:10px 16px;
   margin:10px 0; }
 .example .prompt { font-weight:600; margin:4px 0; white-space:pre-wrap; } .example .answer { margin:6px 0; }
@@ -71,7 +73,7 @@ details { margin:8px 0; } summary { cursor:pointer; color:var(--soft); }
 .notebook .output pre { background:none; padding:2px 13px; }
 .notebook .output_error pre { border-left:3px solid var(--bad); }
 .notebook h1 { font-size:21px; } .notebook h2 { font-size:17px; border:0; margin:22px 0 8px; padding:0; }
-.notebook .prompt { display:none; } .notebook .anchor-link { display:none; }
+.notebook div.prompt { display:none; } .notebook .anchor-link { display:none; }
 .notebook img { max-width:100%; }
 .notebook .dataframe { border:0; } .notebook .dataframe th, .notebook .dataframe td { border-left:0;
   border-right:0; }
