@@ -19,6 +19,7 @@ from typing import Any
 
 import yaml
 
+from dflash.attention import BACKENDS
 from dflash.config import refuse_unknown
 from dflash.errors import ConfigError
 
@@ -69,15 +70,15 @@ class DrafterOptions:
     mask_token_id: int | None = None  # None: an unused token of the target
     draft_vocab: int | None = None  # propose only this many most frequent tokens; 0: those in the data; None: all
     warm_start: bool = True  # copy the target's last layers instead of random weights
-    attention: str = "auto"  # "auto", "flex", "sdpa" or "sdpa_chunked"
+    attention: str = "auto"  # "auto", "flex", "triton", "sdpa" or "sdpa_chunked"
     max_dense_gib: float = 2.0  # bound of the dense backends
 
     def __post_init__(self) -> None:
         _require(self.drafter_layers >= 1, f"drafter_layers must be at least 1, got {self.drafter_layers}")
         _require(self.block_size >= 2, f"block_size must be at least 2 (slot 0 is the anchor), got {self.block_size}")
         _require(self.max_anchors >= 1, f"max_anchors must be at least 1, got {self.max_anchors}")
-        _require(self.attention in ("auto", "flex", "sdpa", "sdpa_chunked"),
-                 f"attention must be auto, flex, sdpa or sdpa_chunked, got {self.attention!r}")
+        _require(self.attention in ("auto", *BACKENDS),
+                 f"attention must be auto, {', '.join(BACKENDS)}; got {self.attention!r}")
         _require(self.draft_vocab is None or self.draft_vocab >= 0,
                  f"draft_vocab must be at least 0 or None, got {self.draft_vocab}")
         _require(self.max_dense_gib > 0, f"max_dense_gib must be positive, got {self.max_dense_gib}")

@@ -56,7 +56,7 @@ def test_values_are_read_by_declared_type(name, given, wanted):
         ({"lr": 0}, "lr must be positive"),
         ({"lr": "nan"}, "lr must be positive"),
         ({"gamma": -1}, "gamma must be a finite number"),
-        ({"attention": "dense"}, "attention must be auto, flex, sdpa"),
+        ({"attention": "dense"}, "attention must be auto, flex, triton"),
         ({"pack_length": 3}, "pack_length must be at least 16"),
         ({"dtype": "float16"}, "dtype must be one of"),
         ({"launcher": "slurm"}, "launcher must be threads or torchrun"),

@@ -174,6 +174,7 @@ def check_memory(case: Case, topology: Topology, steps: int = 200, every: int = 
     """Reserved and peak memory of every device from the tenth step on: moves at most 2%."""
     for device in topology.devices:
         if device.type == "cuda":
+            torch.zeros(1, device=device)  # a device without an allocation yet has no peak to reset
             torch.cuda.reset_peak_memory_stats(device)
     engine = make_engine(case, topology, steps)
     result = run_steps(engine, steps, topology, case.lr, warm=10, sample_every=every)
