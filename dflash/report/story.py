@@ -162,7 +162,7 @@ def _processor(series: RunSeries, mean: float) -> str:
     return f"The process kept {used} busy on average: {verdict}."
 
 
-def findings(series: RunSeries, status: str, dropped: int = 0) -> list[Finding]:
+def findings(series: RunSeries, status: str) -> list[Finding]:
     """Everything odd, worst first."""
     found: list[Finding] = []
     if status == "died":
@@ -183,6 +183,9 @@ def findings(series: RunSeries, status: str, dropped: int = 0) -> list[Finding]:
     if series.not_finite:
         count = series.not_finite
         found.append(Finding("bad", f"The loss was not finite in {count} step{'s' if count > 1 else ''}."))
+    lost = (series.run_end or {}).get("dropped_records")
+    if lost:
+        found.append(Finding("bad", f"{lost} records could not be written (a full disk?): the curves have gaps."))
     found += _skips(series) + _curves(series) + _devices(series)
     order = {"bad": 0, "odd": 1, "note": 2}
     return sorted(found, key=lambda finding: order[finding.level])
