@@ -19,6 +19,7 @@ COMMANDS = {
     "run": "dflash.launch",
     "report": "dflash.report",
     "sweep": "dflash.sweep",
+    "control": "dflash.control",
     "replay": "dflash.replay",
 }
 
