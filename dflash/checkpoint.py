@@ -6,11 +6,13 @@
         complete.json                       written last; names every file with its size
 
 A checkpoint is written beside its final name, flushed to disk, marked complete and renamed. A folder without a true
-mark is not a checkpoint, and is never trusted however new it is (vllm-project/speculators#739).
+mark is not a checkpoint, and is never trusted however new it is (vllm-project/speculators#739). Kept are the newest few
+and the one whose held-out acceptance length was best. One process writes a run's checkpoints.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -20,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from dflash.drafter_io import save_drafter
 from dflash.errors import RunError
@@ -27,6 +30,7 @@ from dflash.model import DFlashDrafter
 
 TRAINER = "trainer.pt"
 MARK = "complete.json"
+_ASIDE = ".before"  # ending of a checkpoint that makes room for a new one of its step
 _NAME = re.compile(r"step-(\d{8})$")
 
 
@@ -35,17 +39,20 @@ def checkpoint_folder(run_path: str | Path, step: int) -> Path:
 
 
 def save_checkpoint(run_path: str | Path, step: int, drafter: DFlashDrafter, target_name: str, state: Mapping[str, Any],
-                    keep: int = 2, protect: int | None = None) -> Path:
-    """Write the checkpoint of `step` and drop all but the newest `keep` complete ones.
+                    keep: int = 2, protect: int | None = None, facts: Mapping[str, Any] | None = None) -> Path:
+    """Write the checkpoint of `step` and drop all but the newest `keep` complete ones and the best.
 
     Args:
         state: what training needs to go on; plain values and tensors.
-        protect: step of a checkpoint to keep whatever its age (the best so far).
+        protect: step of a checkpoint to keep whatever its age, besides the best.
+        facts: plain values for the mark, read without loading the state. `acceptance_length` (held out, at this step)
+            decides which one is the best; `metrics_offset` is where the run's record stood.
 
     Raises: RunError when the disk refuses, with the older checkpoints untouched.
     """
     final = checkpoint_folder(run_path, step)
     beside = final.with_name(f".{final.name}.{os.getpid()}.part")
+    aside = final.with_name(f".{final.name}{_ASIDE}")
     try:
         shutil.rmtree(beside, ignore_errors=True)
         beside.mkdir(parents=True)
@@ -54,21 +61,35 @@ def save_checkpoint(run_path: str | Path, step: int, drafter: DFlashDrafter, tar
         files = sorted(p for p in beside.iterdir() if p.is_file())
         for path in files:
             _flush(path)
-        (beside / MARK).write_text(json.dumps({"step": step, "files": {p.name: p.stat().st_size for p in files}}))
+        sizes = {p.name: p.stat().st_size for p in files}
+        (beside / MARK).write_text(json.dumps({"step": step, **(facts or {}), "files": sizes}))
         _flush(beside / MARK)
         _flush(beside)
-        if final.exists():
-            shutil.rmtree(final)
+        if final.exists():  # the same step again: the old one is whole until the new one has its name
+            shutil.rmtree(aside, ignore_errors=True)
+            final.rename(aside)
         beside.rename(final)
         _flush(final.parent)
-    except OSError as error:
+        shutil.rmtree(aside, ignore_errors=True)
+    except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors wrap what the disk says
         shutil.rmtree(beside, ignore_errors=True)
+        _put_back(Path(run_path))
         raise RunError(
             f"the checkpoint of step {step} could not be written to {final.parent}: {error}. Earlier checkpoints are "
             "untouched; make room and resume"
         ) from error
     prune(run_path, keep, protect)
     return final
+
+
+def _put_back(run_path: Path) -> None:
+    """Give a checkpoint that was set aside its name again, where the new one of its step never got it."""
+    for aside in (run_path / "checkpoints").glob(f".step-*{_ASIDE}"):
+        final = aside.with_name(aside.name.removeprefix(".").removesuffix(_ASIDE))
+        if not is_complete(final) and is_complete(aside):
+            shutil.rmtree(final, ignore_errors=True)
+            with contextlib.suppress(FileNotFoundError):  # another rank was faster
+                aside.rename(final)
 
 
 def _flush(path: Path) -> None:
@@ -97,12 +118,30 @@ def checkpoints(run_path: str | Path) -> list[tuple[int, Path]]:
 
 def latest_checkpoint(run_path: str | Path) -> Path:
     """The newest complete checkpoint. Raises RunError when there is none, naming incomplete ones."""
+    _put_back(Path(run_path))
     complete = checkpoints(run_path)
     if complete:
         return complete[-1][1]
     torn = [p.name for p in (Path(run_path) / "checkpoints").glob("*") if p.is_dir()]
     more = f"; incomplete: {', '.join(sorted(torn))}" if torn else ""
     raise RunError(f"{run_path} holds no complete checkpoint{more}")
+
+
+def checkpoint_facts(folder: str | Path) -> dict[str, Any]:
+    """What a complete checkpoint's mark says: `step`, and the facts given when it was saved."""
+    mark = json.loads((Path(folder) / MARK).read_text())
+    return {name: value for name, value in mark.items() if name != "files"}
+
+
+def best_checkpoint(run_path: str | Path) -> Path | None:
+    """The complete checkpoint with the best held-out acceptance length, the newest of equals; None when no checkpoint
+    was evaluated at its step."""
+    scored = []
+    for step, path in checkpoints(run_path):
+        length = checkpoint_facts(path).get("acceptance_length")
+        if isinstance(length, (int, float)):
+            scored.append((length, step, path))
+    return max(scored)[2] if scored else None
 
 
 def load_trainer_state(folder: str | Path) -> dict[str, Any]:
@@ -114,10 +153,14 @@ def load_trainer_state(folder: str | Path) -> dict[str, Any]:
 
 
 def prune(run_path: str | Path, keep: int, protect: int | None = None) -> None:
-    """Delete complete checkpoints beyond the newest `keep`, and what a killed save left behind."""
+    """Delete complete checkpoints beyond the newest `keep` and the best, and what a killed save left behind."""
+    best = best_checkpoint(run_path)
     for step, path in checkpoints(run_path)[:-keep]:
-        if step != protect:
+        if step != protect and path != best:
             shutil.rmtree(path, ignore_errors=True)
+    _put_back(Path(run_path))
+    for aside in (Path(run_path) / "checkpoints").glob(f".step-*{_ASIDE}"):
+        shutil.rmtree(aside, ignore_errors=True)
     for left in (Path(run_path) / "checkpoints").glob(".step-*.part"):
         if not left.name.endswith(f".{os.getpid()}.part"):
             shutil.rmtree(left, ignore_errors=True)

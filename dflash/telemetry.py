@@ -96,10 +96,21 @@ class MetricsWriter:
         try:
             written = os.write(self._fd, data)
             self._torn = written != len(data)
+            if self._torn:
+                self._lost(f"{written} of {len(data)} bytes written")
         except OSError as error:
-            if not self.dropped:
-                print(f"metrics are being lost: {self.path}: {error}", file=sys.stderr)
-            self.dropped += 1
+            self._lost(error)
+
+    def _lost(self, why: object) -> None:
+        if not self.dropped:
+            print(f"metrics are being lost: {self.path}: {why}", file=sys.stderr)
+        self.dropped += 1
+
+    @property
+    def offset(self) -> int:
+        """Bytes in the file now, those of other writers included; 0 after `close`."""
+        with self._lock:
+            return 0 if self._fd is None else os.fstat(self._fd).st_size
 
     def close(self) -> None:
         """Close the file; a second call does nothing."""
@@ -220,10 +231,15 @@ class Run:
         fields = {"worker": worker, "type": type(error).__name__, "message": str(error), "traceback": text}
         self.metrics.write("fault", step=step, **fields)
         failure = {"time": datetime.now().isoformat(timespec="seconds"), "step": step, **fields}
-        (self.path / FAILURE_NAME).write_text(json.dumps(failure, indent=1))
+        try:
+            (self.path / FAILURE_NAME).write_text(json.dumps(failure, indent=1))
+        except OSError as full:  # the fault itself must reach the caller
+            print(f"{self.path / FAILURE_NAME} could not be written: {full}", file=sys.stderr)
 
     def end(self, status: str = "completed", **fields: Any) -> None:
         """Write the `run_end` record ("completed", "failed" or "interrupted") and close the writer."""
+        if self.metrics.dropped:
+            fields = {**fields, "dropped_records": self.metrics.dropped}
         self.metrics.write("run_end", status=status, **fields)
         self.metrics.close()
 

@@ -13,12 +13,12 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from dflash.acceptance import evaluate_acceptance
-from dflash.checkpoint import latest_checkpoint, load_trainer_state, save_checkpoint
 from dflash.compile_safety import protected
 from dflash.control import RunControl
 from dflash.errors import RunError
 from dflash.job import Data, Job, capture_features, prepare, prepare_data
 from dflash.memory_estimate import estimate_run, refuse_what_does_not_fit
+from dflash.resume import load_training, same_plan, save_training
 from dflash.run_config import RunConfig
 from dflash.runner.launcher import train_with_torchrun
 from dflash.runner.monitor import worker_of
@@ -98,7 +98,7 @@ def _train(run: Run, config: RunConfig, control: RunControl, resume: bool, log: 
             shard_target(job.target, first)
         for line in job.data.report.table().splitlines():
             log(line)
-        state = load_trainer_state(latest_checkpoint(run.path)) if resume else None
+        state = load_training(run, log) if resume else None
         capture_features(job, log)
         engine = build_engine(job, topology, run)
         stack.callback(engine.close)
@@ -107,6 +107,8 @@ def _train(run: Run, config: RunConfig, control: RunControl, resume: bool, log: 
             engine.load_optimizer(state["optimizer"])
             first_step = state["step"] + 1
             log(f"resuming after step {state['step']}")
+            if (warning := same_plan(state, job.planner)) is not None:
+                log(warning)
         protection = stack.enter_context(
             protected(engine.warmup_jobs(job.planner.step(first_step)) if config.runtime.protect else (),
                       run_dir=run.path, step_timeout=config.runtime.watchdog_seconds,
@@ -118,10 +120,7 @@ def _train(run: Run, config: RunConfig, control: RunControl, resume: bool, log: 
             engine, job.planner, config.train, run, control, beat=protection.beat,
             evaluate=(lambda: evaluate_acceptance(job.drafter, job.source, job.data.held_out_packs))
             if job.data.held_out_packs else None,
-            save=lambda step: save_checkpoint(
-                run.path, step, engine.replica.drafter, config.target.target,
-                {"optimizer": engine.replica.optimizer.state_dict(), "trainer": trainer.state_dict()},
-                keep=config.train.keep_checkpoints),
+            save=lambda step: save_training(run, config, engine, trainer, step),
         )
         if state is not None:
             trainer.load_state_dict(state["trainer"])

@@ -6,6 +6,7 @@ reference; `runner.threads` and `runner.processes` spread the same items over ma
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import deque
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from dflash.attention import default_backend
 from dflash.compile_safety import WarmupJob
-from dflash.errors import DFlashError
+from dflash.errors import DFlashError, RunError
 from dflash.model import DFlashDrafter
 from dflash.optim import MasterAdamW, learning_rate
 from dflash.plan import Planner, StepPlan, WorkItem
@@ -221,7 +222,8 @@ class Trainer:
         self._evaluate, self._save, self._beat = evaluate, save, beat
         self.total = options.steps  # planned steps; `max_minutes` may lower it
         self.skipped = 0
-        self.acceptance: float | None = None
+        self.acceptance: float | None = None  # of the newest evaluation
+        self.evaluated: int | None = None  # its step
         self._pending: deque[tuple[StepPlan, float, _Readback]] = deque()
         self._clock = 0.0
         self._timed = 0.0
@@ -265,23 +267,29 @@ class Trainer:
         if step % self.options.eval_every == 0 or step == self.total:
             self.evaluate(step)
         if step % self.options.checkpoint_every == 0 and step != self.total:
-            self.save(step)
+            self.try_save(step)
 
     def _at_boundary(self) -> bool:
         """Do what the buttons ask for between two steps; False when the run is to stop."""
         here = self.done
-        going_on = self.control.at_step(checkpoint=lambda: self.save(here), evaluate=lambda: self.evaluate(here),
+        going_on = self.control.at_step(checkpoint=lambda: self.try_save(here), evaluate=lambda: self.evaluate(here),
                                         heartbeat=self._beat)
         self._beat()
         return going_on
 
     def state_dict(self) -> dict:
-        return {"asked": self.options.steps, "total": self.total, "skipped": self.skipped, "acceptance": self.acceptance}
+        return {"asked": self.options.steps, "total": self.total, "skipped": self.skipped, "acceptance": self.acceptance,
+                "evaluated": self.evaluated}
 
     def load_state_dict(self, state: dict) -> None:
         if state["asked"] == self.options.steps:  # else more or fewer steps are wanted now
             self.total = state["total"]
         self.skipped, self.acceptance = state["skipped"], state["acceptance"]
+        self.evaluated = state.get("evaluated")
+
+    def acceptance_at(self, step: int) -> float | None:
+        """Held-out acceptance length of the weights after `step`; None where they were not evaluated."""
+        return self.acceptance if self.evaluated == step else None
 
     def evaluate(self, step: int) -> None:
         """Held-out acceptance length, as an `eval` record."""
@@ -290,7 +298,7 @@ class Trainer:
             return
         began = time.perf_counter()
         fields = self._evaluate()
-        self.acceptance = fields.get("acceptance_length")
+        self.acceptance, self.evaluated = fields.get("acceptance_length"), step
         self.run.metrics.write("eval", step=step, **{"seconds": time.perf_counter() - began, **fields})
         self._clock = time.perf_counter()
 
@@ -301,6 +309,19 @@ class Trainer:
         path = self._save(step)
         self.run.metrics.write("checkpoint", step=step, path=str(path), seconds=time.perf_counter() - began)
         self._clock = time.perf_counter()
+
+    def try_save(self, step: int) -> None:
+        """A checkpoint that training does not end for: a full disk is said aloud, and the next one is tried in its time.
+        The checkpoint at the end of a run is no such one."""
+        try:
+            self.save(step)
+        except RunError as error:
+            self._log("error", f"{error}. Training goes on; the next checkpoint is due within "
+                               f"{self.options.checkpoint_every} steps")
+            print(error, file=sys.stderr)
+
+    def _log(self, level: str, message: str) -> None:
+        self.run.metrics.write("log", worker="main", level=level, message=message)
 
     def _record(self, keep: int) -> None:
         """Write the `step` records whose results have arrived, all but the newest `keep`."""
@@ -317,13 +338,21 @@ class Trainer:
                 lr=lr, grad_norm=norm, tokens=plan.tokens, tokens_per_second=plan.tokens / seconds,
                 step_seconds=seconds, skipped=reason is not None, reason=reason, **fields,
             )
+            if reason is not None and plan.denominator > 0:
+                self._log("warning", f"step {plan.step} changed nothing: {reason}. Packs "
+                                     f"{[i.pack.pack_id for i in plan.items]}; their anchors follow from the settings and "
+                                     f"the step. Look at it: {self._replay(plan.step)}")
             if not finite:
                 names = [n for n, p in self.engine.replica.drafter.named_parameters() if p.requires_grad]
                 bad = self.engine.replica.optimizer.first_non_finite(names)
                 raise NonFiniteParameterError(
                     f"parameter {bad} is not finite after step {plan.step}; the run stops so that the last checkpoint "
-                    "stays good. Resume from it with a lower lr or max_grad_norm, or replay the step"
+                    "stays good. Resume from it with a lower lr or max_grad_norm, or replay the step: "
+                    f"{self._replay(plan.step)}"
                 )
+
+    def _replay(self, step: int) -> str:
+        return f"python -m dflash replay --run {self.run.path} --step {step}"
 
     def _fit_minutes(self, seconds: float) -> None:
         """Plan fewer steps when `max_minutes` would not hold them at `seconds` a step, before the schedule is under
@@ -333,9 +362,8 @@ class Trainer:
         fit = int(self.options.max_minutes * 60 / seconds)
         self.total = max(self.done, min(self.total, fit))
         if self.total < self.options.steps:
-            self.run.metrics.write("log", worker="main", level="info",
-                                   message=f"{self.options.max_minutes:g} minutes hold {self.total} of "
-                                           f"{self.options.steps} steps at {seconds:.2f} s a step")
+            self._log("info", f"{self.options.max_minutes:g} minutes hold {self.total} of {self.options.steps} steps at "
+                              f"{seconds:.2f} s a step")
 
 
 _TIMED_STEPS = 12  # the first of them is not counted

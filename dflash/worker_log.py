@@ -47,7 +47,10 @@ class _Worker:
             self.line(line.rstrip("\r").rsplit("\r", 1)[-1], level)
 
     def line(self, message: str, level: str) -> None:
-        self.file.write(message + "\n")
+        try:
+            self.file.write(message + "\n")
+        except OSError:  # a full disk loses lines, not the worker; the record announces its own losses
+            pass
         if message.strip():
             self.metrics.write("log", worker=self.name, level=level, message=message[:_MAX_LINE])
 
@@ -55,7 +58,10 @@ class _Worker:
         for level, rest in self._partial.items():
             if rest.strip():
                 self.line(rest, level)
-        self.file.close()
+        try:
+            self.file.close()
+        except OSError:
+            pass
 
 
 class _Router(io.TextIOBase):

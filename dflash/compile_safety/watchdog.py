@@ -110,7 +110,11 @@ class Watchdog:
             f"no step was completed for {self.seconds:g} s; the stacks of all threads are in "
             f"{self.run_dir / STACKS}. Last steps: {silent or 'none named'}. Compile gate: {GATE.describe()}"
         )
-        self._write(reason)
+        try:
+            self._write(reason)
+        except OSError as error:  # a full disk must not turn a hang into an endless one
+            reason += f" (they could not be written: {error})"
+            faulthandler.dump_traceback(sys.__stderr__, all_threads=True)
         self.reason = reason
         if self.on_hang is not None:
             try:

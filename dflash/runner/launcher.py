@@ -10,8 +10,10 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from dflash.checkpoint import latest_checkpoint
 from dflash.control import RunControl
 from dflash.errors import RunError
+from dflash.resume import rewind_record
 from dflash.run_config import RunConfig
 from dflash.runner.cluster import workers
 from dflash.telemetry import Run, read_metrics
@@ -47,6 +49,8 @@ def train_with_torchrun(run: Run, config: RunConfig, control: RunControl | None 
     control = control or RunControl(run.path, run.metrics)
     command = torchrun_command(workers(decide(config.runtime)), [
         "-m", "dflash", "train", "--config", str(Path(run.path) / "config.yaml"), *(["--resume"] if resume else [])])
+    if resume:
+        rewind_record(run, latest_checkpoint(run.path))  # before anyone follows the record
     _, offset = read_metrics(run.path)
     log_path = Path(run.path) / "torchrun.log"
     with open(log_path, "ab") as log:

@@ -12,13 +12,14 @@ from pathlib import Path
 import torch
 
 from dflash.acceptance import evaluate_acceptance
-from dflash.checkpoint import latest_checkpoint, load_trainer_state, save_checkpoint
+from dflash.checkpoint import latest_checkpoint, load_trainer_state
 from dflash.compile_safety import protected
 from dflash.control import RunControl
 from dflash.data import Pack
 from dflash.features import make_source
 from dflash.job import Data, make_drafter, make_planner, prepare_data
 from dflash.plan import Planner
+from dflash.resume import load_training, same_plan, save_training
 from dflash.run_config import RunConfig
 from dflash.runner.cluster import Cluster, LifeLine
 from dflash.runner.processes import ProcessEngine
@@ -62,7 +63,9 @@ def _work(cluster: Cluster, life: LifeLine, run: Run, config: RunConfig, topolog
             stack.enter_context(graceful(_Ignore(), announce=False))
         config = _fitted(cluster, config, topology, say)
         data = prepare_data(config)
-        state = load_trainer_state(latest_checkpoint(run.path)) if resume else None
+        state = None
+        if resume:  # rank 0 puts the record back
+            state = load_training(run, say) if cluster.rank == 0 else load_trainer_state(latest_checkpoint(run.path))
         first_step = 1 if state is None else state["step"] + 1
         soft, metrics = config.train.soft_labels, run.metrics if cluster.node == 0 else None
         if not cluster.drafts:
@@ -94,13 +97,12 @@ def _lead(engine: ProcessEngine, source: FeatureSource | None, run: Run, config:
     trainer = Trainer(
         engine, engine.planner, config.train, run, control, beat=beat,
         evaluate=(lambda: evaluate_acceptance(drafter, source, held_out)) if source is not None else None,
-        save=lambda step: save_checkpoint(
-            run.path, step, drafter, config.target.target,
-            {"optimizer": engine.replica.optimizer.state_dict(), "trainer": trainer.state_dict()},
-            keep=config.train.keep_checkpoints))
+        save=lambda step: save_training(run, config, engine, trainer, step))
     if state is not None:
         trainer.load_state_dict(state["trainer"])
         say(f"resuming after step {state['step']}")
+        if (warning := same_plan(state, engine.planner)) is not None:
+            say(warning)
     with graceful(control, announce=False):
         outcome = trainer.train(first_step)
         engine.finish()
