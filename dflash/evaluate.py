@@ -59,6 +59,7 @@ class EvaluateOptions:
     dtype: str = "float32"
     seed: int = 0
     compare: bool = True  # decode plainly too, for exactness and speed
+    replay: bool = True  # replay decoding over the held-out text too (what `eval` records of a run hold)
     max_draft: int | None = None  # verify only this many drafts of each block; None: all
     parity_responses: int = 8  # held-out responses in the training-decoding comparison; 0: leave it out
 
@@ -118,10 +119,11 @@ def evaluate(options: EvaluateOptions, say=print) -> dict[str, Any]:
         "rendered_prompt": prompts[0].text, "thinking_mode": Counter(modes).most_common(1)[0][0],
         "training_modes": dict(trained), "warnings": [warning] if warning else [], "held_out": None, "parity": None,
     }
-    if held_out:
+    if held_out and (options.replay or options.parity_responses):
         packs = held_out_packs(held_out)
         source = OnlineFeatures(target)
-        summary["held_out"] = evaluate_acceptance(drafter, source, packs)
+        if options.replay:
+            summary["held_out"] = evaluate_acceptance(drafter, source, packs)
         if options.parity_responses:
             parity = parity_check(target, drafter, source, packs, options.parity_responses)
             summary["parity"] = parity.as_dict() | {"message": parity.message()}
