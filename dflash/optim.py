@@ -96,7 +96,11 @@ class MasterAdamW:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict) -> None:
-        torch._foreach_copy_(list(self.masters), [m.to(self.masters[0].device) for m in state["masters"]])
-        self.adamw.load_state_dict(state["adamw"])
+        """Take over copies of a state's tensors, so that several optimizers may load one state."""
+        device = self.masters[0].device
+        torch._foreach_copy_(list(self.masters), [m.to(device) for m in state["masters"]])
+        moments = {index: {name: value.clone() if torch.is_tensor(value) and value.device == device else value
+                           for name, value in of.items()} for index, of in state["adamw"]["state"].items()}
+        self.adamw.load_state_dict({**state["adamw"], "state": moments})  # torch keeps tensors that are on the device
         if not self.shared:
             torch._foreach_copy_(self.parameters, self.masters)
