@@ -7,6 +7,29 @@ import time
 
 import torch
 
+from dflash.errors import ConfigError
+
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+
+
+def device_named(name: str | torch.device) -> torch.device:
+    """The device of this name. Raises ConfigError for a name that torch does not know or a GPU that is not here."""
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f"there is no device {str(name)!r}; give cpu, cuda or cuda:0") from None
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(f"device {name} is not here, this machine has {torch.cuda.device_count()} GPUs; give one of "
+                          "them, or cpu")
+    return device
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """The floating dtype of this name. Raises ConfigError for any other."""
+    if name not in DTYPES:
+        raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, got {name!r}")
+    return getattr(torch, name)
+
 
 def compute_dtype(name: str, device: torch.device | str) -> torch.dtype:
     """The dtype for "auto", "float32" or "bfloat16": bfloat16 on a GPU, and on a CPU that multiplies faster in it."""

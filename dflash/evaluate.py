@@ -20,6 +20,7 @@ import torch
 from dflash.acceptance import evaluate_acceptance, summarize, walk_packs
 from dflash.checkpoint import checkpoints, latest_checkpoint
 from dflash.data import ChatRenderer, Conversation, Pack, load_conversations, make_packs
+from dflash.devices import device_named, dtype_named
 from dflash.drafter_io import SETTINGS, load_drafter, read_settings
 from dflash.errors import ConfigError, RunError
 from dflash.evaluation import Prompt, compare_modes, evaluate_prompts, summarize_prompts, thinking_mode
@@ -59,9 +60,9 @@ class EvaluateOptions:
     dtype: str = "float32"
     seed: int = 0
     compare: bool = True  # decode plainly too, for exactness and speed
-    replay: bool = True  # replay decoding over the held-out text too (what `eval` records of a run hold)
     max_draft: int | None = None  # verify only this many drafts of each block; None: all
     parity_responses: int = 8  # held-out responses in the training-decoding comparison; 0: leave it out
+    replay: bool = True  # replay decoding over the held-out text too (what `eval` records of a run hold)
 
     def __post_init__(self) -> None:
         if (self.run is None) == (self.drafter is None):
@@ -92,14 +93,15 @@ def evaluate(options: EvaluateOptions, say=print) -> dict[str, Any]:
     folder = drafter_folder(options)
     settings = drafter_layout(folder)
     device = options.device if options.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = getattr(torch, options.dtype)
+    device, dtype = device_named(device), dtype_named(options.dtype)
     name = options.target or (config.target.target if config else None) or settings["target"]
     if name is None:
         raise ConfigError(f"{folder} does not say which target it belongs to; name it with --target")
+    questions = _questions(options)
     target = load_target(name, device, dtype, list(settings["target_layer_ids"]))
     drafter = open_drafter(folder, target, dtype)
     held_out = _held_out(options, config, target)
-    prompts = _prompts(options, target, held_out)[: options.limit]
+    prompts = _prompts(options, target, held_out, questions)[: options.limit]
     say(f"drafter {folder}, target {name}, {options.dtype} on {device}")
     say(f"first of {len(prompts)} prompts, as the target sees it:\n{prompts[0].text}\n")
 
@@ -169,13 +171,21 @@ def _held_out(options: EvaluateOptions, config: RunConfig | None, target: Target
     return prepare_data(config).held_out
 
 
-def _prompts(options: EvaluateOptions, target: Target, held_out: Sequence[Conversation]) -> list[Prompt]:
-    if options.prompts:
-        from dflash.regenerate import read_prompts
+def _questions(options: EvaluateOptions) -> list[list[dict]]:
+    """Messages of the prompts file, read before any model is loaded."""
+    if not options.prompts:
+        return []
+    from dflash.regenerate import read_prompts
 
+    return list(read_prompts(options.prompts))
+
+
+def _prompts(options: EvaluateOptions, target: Target, held_out: Sequence[Conversation],
+             questions: Sequence[list[dict]]) -> list[Prompt]:
+    if options.prompts:
         kwargs = {} if options.thinking == "auto" else {"enable_thinking": options.thinking == "on"}
         renderer = ChatRenderer(target.tokenizer, template_kwargs=kwargs)
-        ids = [renderer.prompt_ids(messages) for messages in read_prompts(options.prompts)]
+        ids = [renderer.prompt_ids(messages) for messages in questions]
     else:
         ids = [list(item.input_ids[: item.loss_mask.index(True)]) for item in held_out]
     ids = [item for item in ids if item]

@@ -124,9 +124,14 @@ class ConversationFile:
 
 def read_prompts(path: str | Path) -> Iterator[list[dict]]:
     """Questions from a file: `messages` JSONL (answers dropped), `prompt` JSONL, or one prompt a line."""
-    with open(path, encoding="utf-8") as lines:
+    if not Path(path).is_file():
+        raise DataError(f"there is no prompts file {path}; give a file with one prompt a line or JSONL, or 'builtin'")
+    with open(path, "rb") as lines:
         for number, line in enumerate(lines, 1):
-            text = line.strip()
+            try:
+                text = line.decode("utf-8").strip()
+            except UnicodeDecodeError:
+                raise DataError(f"{path} line {number} is not UTF-8 text; wanted one prompt a line, or JSONL") from None
             if not text:
                 continue
             if not text.startswith("{"):
@@ -137,7 +142,9 @@ def read_prompts(path: str | Path) -> Iterator[list[dict]]:
             except ValueError as error:
                 raise DataError(f"{path} line {number} is not valid JSON: {error}") from error
             messages = row.get("messages") or [{"role": "user", "content": row.get("prompt")}]
-            users = [index for index, message in enumerate(messages) if message.get("role") == "user"]
+            whole = isinstance(messages, list) and all(isinstance(m, dict) and {"role", "content"} <= m.keys()
+                                                       for m in messages)
+            users = [index for index, m in enumerate(messages) if m["role"] == "user"] if whole else []
             if not users or not isinstance(messages[users[-1]].get("content"), str):
                 raise DataError(f"{path} line {number} has no user message; wanted `messages` or `prompt`")
             yield [{"role": m["role"], "content": m["content"]} for m in messages[: users[-1] + 1]]

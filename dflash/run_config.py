@@ -208,7 +208,7 @@ class RunConfig:
         try:
             values = yaml.safe_load(Path(path).read_text())
         except (OSError, yaml.YAMLError) as error:
-            raise ConfigError(f"cannot read the config file {path}: {error}") from None
+            raise ConfigError(f"cannot read the config file {path}: {' '.join(str(error).split())}") from None
         if not isinstance(values, Mapping):
             raise ConfigError(f"{path} must hold sections {', '.join(_SECTIONS)}, got {type(values).__name__}")
         return cls.from_dict(values)

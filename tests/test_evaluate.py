@@ -13,6 +13,7 @@ from dflash import evaluation
 from dflash.__main__ import main
 from dflash.checkpoint import save_checkpoint
 from dflash.decoding import GreedyRule, plain_generate, speculative_generate
+from dflash.devices import device_named, dtype_named
 from dflash.errors import ConfigError, RunError
 from dflash.evaluate import EvaluateOptions, drafter_folder, evaluate, table, write_evaluation
 from dflash.evaluation import (
@@ -209,6 +210,11 @@ def test_refusals(tmp_path):
         EvaluateOptions()
     with pytest.raises(ConfigError, match="at least 1"):
         EvaluateOptions(run="x", limit=0)
+    with pytest.raises(ConfigError, match="dtype must be one of"):
+        dtype_named("float99")
+    for name, message in (("gpu", "no device 'gpu'"), ("cuda:77", "cuda:77 is not here, this machine has")):
+        with pytest.raises(ConfigError, match=message):
+            device_named(name)
     with pytest.raises(RunError, match="no run at"):
         drafter_folder(EvaluateOptions(run=str(tmp_path)))
     (tmp_path / "config.yaml").write_text("{}")

@@ -204,13 +204,18 @@ def test_prompt_files_of_every_kind(tmp_path):
         {"role": "system", "content": "s"}, {"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}]}))
     assert [[m["content"] for m in messages] for messages in regenerate.read_prompts(path)] == [
         ["plain"], ["one"], ["s", "u"]]
-    for text, message in (('{"prompt": \n', "line 1 is not valid JSON"), ('{"x": 1}\n', "line 1 has no user message")):
-        path.write_text(text)
+    for text, message in (('{"prompt": \n', "line 1 is not valid JSON"), ('{"x": 1}\n', "line 1 has no user message"),
+                          ('{"messages": "hi"}\n', "line 1 has no user message"),
+                          ('{"messages": [{"role": "user"}]}\n', "line 1 has no user message"),
+                          ("fine\n\xff\n", "line 2 is not UTF-8")):
+        path.write_bytes(text.encode("latin-1"))
         with pytest.raises(DataError, match=message):
             list(regenerate.read_prompts(path))
     path.write_text("\n")
     with pytest.raises(DataError, match="no prompts in"):
         run("--prompts", path, "--out", tmp_path / "o.jsonl")
+    with pytest.raises(DataError, match="no prompts file .*absent.txt; give a file"):
+        run("--prompts", tmp_path / "absent.txt", "--out", tmp_path / "o.jsonl")
 
 
 def test_batches_hold_one_sampling_each_and_interleave():

@@ -235,6 +235,9 @@ def test_widget_state_and_scripts_of_a_notebook_stay_out(tmp_path):
 def test_sources_that_are_no_runs_are_refused(tmp_path):
     with pytest.raises(RunError, match="does not exist; give an executed notebook or a run folder"):
         build_report(tmp_path / "x.ipynb")
+    (tmp_path / "y.md").write_text("# no notebook")
+    with pytest.raises(RunError, match="y.md is not a notebook; give an executed notebook or a run folder"):
+        build_report(tmp_path / "y.md")
     with pytest.raises(RunError, match="holds neither report.ipynb nor a run"):
         build_report(tmp_path)
 

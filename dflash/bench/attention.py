@@ -11,6 +11,7 @@ from dflash.attention import BACKENDS, AttentionMask, attention
 from dflash.bench.step import add_shape_arguments
 from dflash.bench.timing import environment, free_memory, measure, synchronize, timing_fields, write_json
 from dflash.bench.workload import StepShape, document_lengths
+from dflash.devices import device_named, dtype_named
 from dflash.masks import document_ids, sample_anchors
 
 MAX_DENSE_BYTES = 32 << 30
@@ -74,7 +75,7 @@ def measure_backend(
 
 
 def run(args: argparse.Namespace) -> int:
-    device, dtype = torch.device(args.device), getattr(torch, args.dtype)
+    device, dtype = device_named(args.device), dtype_named(args.dtype)
     shape = StepShape(**{f.name: getattr(args, f.name) for f in fields(StepShape)})
     results = [measure_backend(b, shape, device, dtype, args.warmup, args.repeats) for b in args.backends.split(",")]
     print(f"{'backend':14} {'mask ms':>8} {'forward ms':>11} {'+backward ms':>13} {'TFLOP/s':>8}")

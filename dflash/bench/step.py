@@ -11,6 +11,7 @@ import torch
 from dflash import fast_path
 from dflash.bench.timing import environment, free_memory, matmul_ceiling, measure, timing_fields, write_json
 from dflash.bench.workload import StepInputs, StepShape, make_drafter, make_head, make_inputs, matmul_flops
+from dflash.devices import device_named, dtype_named
 from dflash.model import DFlashDrafter
 from dflash.optim import MasterAdamW
 
@@ -55,7 +56,7 @@ def report(name: str, shape: StepShape, soft: bool, call: Callable, device: torc
 
 
 def run(args: argparse.Namespace) -> int:
-    device, dtype = torch.device(args.device), getattr(torch, args.dtype)
+    device, dtype = device_named(args.device), dtype_named(args.dtype)
     shape = StepShape(**{f.name: getattr(args, f.name) for f in fields(StepShape)})
     soft = args.labels == "soft"
     ceiling = matmul_ceiling(device, dtype)

@@ -15,6 +15,7 @@ import torch
 from dflash import fast_target
 from dflash.bench.timing import environment, free_memory, matmul_ceiling, measure, timing_fields, write_json
 from dflash.bench.workload import document_lengths
+from dflash.devices import device_named, dtype_named
 from dflash.errors import ConfigError
 from dflash.target import Target
 
@@ -131,7 +132,7 @@ def _without_fast(target: Target, call: Callable[[], dict]) -> dict:
 
 
 def run(args: argparse.Namespace) -> int:
-    device, dtype = torch.device(args.device), getattr(torch, args.dtype)
+    device, dtype = device_named(args.device), dtype_named(args.dtype)
     shape = TargetShape(**{f.name: getattr(args, f.name) for f in fields(TargetShape)})
     target, ceiling = make_target(shape, device, dtype), matmul_ceiling(device, dtype)
     results = [report("plain", target, shape, ceiling, args.warmup, args.repeats)]

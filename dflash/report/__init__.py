@@ -41,7 +41,10 @@ def build_report(
         raise RunError(f"{source} does not exist; give an executed notebook or a run folder")
     material = Material(title="", static=static)
     if notebook_path.is_file():
-        notebook = nbformat.read(notebook_path, as_version=4)
+        try:
+            notebook = nbformat.read(notebook_path, as_version=4)
+        except Exception as error:  # nbformat raises many kinds
+            raise RunError(f"{notebook_path} is not a notebook; give an executed notebook or a run folder") from error
         material.verdict = verdict(notebook)
         material.commands = repeat_commands(notebook)
         material.notebook_html = cells_html(notebook, static)
