@@ -18,6 +18,7 @@ from dflash.data import Conversation, DataReport, Pack, load_conversations, make
 from dflash.devices import compute_dtype
 from dflash.errors import DataError
 from dflash.features import CachedFeatures, FeatureSource, make_source
+from dflash.losses import describe_decay
 from dflash.model import DFlashDrafter
 from dflash.plan import Planner
 from dflash.run_config import RunConfig
@@ -131,6 +132,7 @@ def prepare(config: RunConfig, *, drafter_device: torch.device | str = "cpu",
         say(preflight(target).message or "hybrid target with fast linear-attention kernels")
     drafter = make_drafter(config, target, data, drafter_device)
     planner = make_planner(config, data, drafter)
+    say(describe_decay(config.drafter.block_size, config.train.gamma))
     train = config.train
     source = make_source(
         target, data.train_packs, mode=train.features, max_bytes=int(train.cache_gib * 2**30), directory=train.cache_dir,

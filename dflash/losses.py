@@ -38,6 +38,16 @@ def decay_weights(block_size: int, gamma: float | None, device: torch.device | s
     return torch.where(slots > 0, weights, 0.0)
 
 
+def describe_decay(block_size: int, gamma: float | None) -> str:
+    """The slot weights in words, so that a log says which decay a run had."""
+    if gamma is None:
+        return f"slots 1 to {block_size - 1} weigh the same (gamma empty)"
+    if gamma == 0:
+        return "only slot 1 weighs (gamma 0)"
+    last = float(decay_weights(block_size, gamma)[-1])
+    return f"slot weights fall from 1 at slot 1 to {last:.2g} at slot {block_size - 1} (gamma {gamma:g})"
+
+
 @dataclass(frozen=True)
 class HeadLoss:
     """What one pass over the head gives: `loss` scalar float32; per row `row_loss` and `prediction` (argmax), [R]."""

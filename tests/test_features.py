@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from tiny_models import tiny_target as build
@@ -76,6 +78,18 @@ def test_what_is_kept_stays_within_the_bound(tmp_path, on_disk):
     assert cache.stats.not_kept > 0
     if on_disk:
         assert sum(file.stat().st_size for file in tmp_path.rglob("*.safetensors")) < whole // 3 + 200 * len(rows)
+
+
+def test_online_features_leave_nothing_behind(tmp_path):
+    """DeepSpec#21: without the offline cache, neither disk nor memory grows with the number of packs."""
+    target, rows = build(), packs(40)
+    source = make_source(target, rows, "online", 0, tmp_path)
+    kept = []
+    for _ in range(25):  # a thousand packs
+        for pack in rows:
+            kept.append(weakref.ref(source.get(pack)))
+    assert list(tmp_path.rglob("*")) == []
+    assert sum(ref() is not None for ref in kept) == 0
 
 
 def test_hard_labels_need_no_last_hidden_state():

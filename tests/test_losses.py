@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from dflash.errors import ConfigError
-from dflash.losses import block_metrics, chunked_head_loss, decay_weights, loss_scale
+from dflash.losses import block_metrics, chunked_head_loss, decay_weights, describe_decay, loss_scale
+from dflash.run_config import RunConfig
 
 
 def dense(hidden, head, scale, labels=None, teacher=None):
@@ -58,6 +59,16 @@ def test_decay_weights_follow_the_formula():
     for bad in (-1.0, float("inf"), float("nan")):
         with pytest.raises(ConfigError, match="gamma must be a finite number"):
             decay_weights(4, bad)
+
+
+def test_the_decay_is_said_in_words_and_unset_is_not_off():
+    """Automodel#2908: a config without gamma was read as "no decay"."""
+    unset = RunConfig.from_parameters().train.gamma
+    assert unset == 10.0 and RunConfig.from_dict({"train": {}}).train.gamma == 10.0
+    assert RunConfig.from_parameters(gamma="").train.gamma is None
+    assert describe_decay(8, unset) == "slot weights fall from 1 at slot 1 to 0.55 at slot 7 (gamma 10)"
+    assert describe_decay(8, None) == "slots 1 to 7 weigh the same (gamma empty)"
+    assert describe_decay(8, 0) == "only slot 1 weighs (gamma 0)"
 
 
 @pytest.mark.parametrize("gamma", [None, 0, 1.0, 10.0])

@@ -223,6 +223,23 @@ def test_no_supervised_slot_gives_exactly_zero():
     assert all((p.grad is None) or (p.grad == 0).all() for p in drafter.parameters())
 
 
+@pytest.mark.parametrize("reduction", ["weight_mean", "token_mean"])
+@pytest.mark.parametrize("gamma", [None, 0, 1.0, 10.0])
+def test_a_constant_loss_is_reported_whatever_gamma_mask_and_blocks(gamma, reduction):
+    """speculators#720: dividing by the token count makes gamma change the learning rate in effect."""
+    drafter = make_drafter()
+    drafter.lm_head.zero_()  # every token equally likely: each slot's loss is log V
+    for seed, anchors in ((1, every_anchor(3)), (2, every_anchor(0, 2, 3, 10, 13)), (3, None)):
+        pack = make_pack(seed=seed)
+        pack["loss_mask"][:, [4, 14]] = True
+        loss, metrics = drafter(**pack, anchors=anchors, gamma=gamma, reduction=reduction)
+        share = 1.0
+        if reduction == "token_mean":  # documented: over the number of weighted slots, so gamma does scale it
+            slots = metrics["supervised_by_slot"] if gamma != 0 else metrics["supervised_by_slot"][:1]
+            share = float(metrics["weight"]) / float(slots.sum())
+        assert float(loss.detach()) == pytest.approx(math.log(V) * share, rel=1e-5)
+
+
 @pytest.mark.parametrize("layers", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_first_loss_is_near_log_vocabulary(layers, seed):
