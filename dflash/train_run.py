@@ -18,6 +18,7 @@ from dflash.control import RunControl
 from dflash.errors import RunError
 from dflash.job import Data, Job, capture_features, prepare, prepare_data
 from dflash.memory_estimate import estimate_run, refuse_what_does_not_fit
+from dflash.memory_help import explained
 from dflash.resume import load_training, same_plan, save_training
 from dflash.run_config import RunConfig
 from dflash.runner.launcher import train_with_torchrun
@@ -70,9 +71,12 @@ def train_run(run: Run, config: RunConfig, control: RunControl | None = None, *,
     try:
         outcome = _train(run, config, control, resume, log, data or prepare_data(config))
     except BaseException as error:
-        run.fault(error, worker=worker_of(error), step=None)
-        run.end("failed", message=f"{type(error).__name__}: {error}", seconds=time.perf_counter() - began)
-        raise
+        told = explained(error, config)
+        run.fault(told, worker=worker_of(told), step=None)
+        run.end("failed", message=f"{type(told).__name__}: {told}", seconds=time.perf_counter() - began)
+        if told is error:
+            raise
+        raise told from error
     log(f"{outcome.status} after step {outcome.step}, {outcome.skipped_steps} steps skipped")
     run.end(outcome.status, step=outcome.step, acceptance_length=outcome.acceptance_length,
             seconds=time.perf_counter() - began, skipped_steps=outcome.skipped_steps)

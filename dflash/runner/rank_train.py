@@ -18,6 +18,7 @@ from dflash.control import RunControl
 from dflash.data import Pack
 from dflash.features import make_source
 from dflash.job import Data, make_drafter, make_planner, prepare_data
+from dflash.memory_help import explained
 from dflash.plan import Planner
 from dflash.resume import load_training, same_plan, save_training
 from dflash.run_config import RunConfig
@@ -47,8 +48,13 @@ def train_rank(folder: str | Path, config: RunConfig, resume: bool = False) -> i
         if cluster.rank == 0:
             run.end("failed", message=f"{failure['worker']}: {failure['message']}", seconds=time.perf_counter() - began)
 
-    return run_rank(topology, lambda cluster, life: _work(cluster, life, run, config, topology, resume, began),
-                    config.runtime.watchdog_seconds, failed)
+    def work(cluster: Cluster, life: LifeLine) -> None:
+        try:
+            _work(cluster, life, run, config, topology, resume, began)
+        except torch.OutOfMemoryError as error:
+            raise explained(error, config, cluster.name) from error
+
+    return run_rank(topology, work, config.runtime.watchdog_seconds, failed)
 
 
 def _work(cluster: Cluster, life: LifeLine, run: Run, config: RunConfig, topology: Topology, resume: bool,
