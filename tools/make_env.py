@@ -18,6 +18,7 @@ from importlib import metadata
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+OLDEST = (3, 11)  # Python
 
 
 def torch_range() -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -32,7 +33,13 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def existing_torch() -> str | None:
-    """The version of torch that this Python can import and that is in the range, or None."""
+    """The version of torch that an environment of this Python can share and that is in the range, or None.
+
+    An environment shares what its base Python has; a torch inside another environment, if this Python runs from one,
+    cannot be seen from the new one.
+    """
+    if sys.prefix != sys.base_prefix:
+        return None
     try:
         version = metadata.version("torch")
     except metadata.PackageNotFoundError:
@@ -46,13 +53,13 @@ def main() -> int:
     parser.add_argument("folder")
     parser.add_argument("--torch", default="torch==2.13.0", help="what to install when no usable torch is here")
     options = parser.parse_args()
-    if sys.version_info < (3, 11):
+    if sys.version_info[:2] < OLDEST:
         print(f"Python 3.11 or newer is needed, this is {sys.version.split()[0]}; pass PYTHON=python3.11 to make",
               file=sys.stderr)
         return 2
     there = existing_torch()
     venv.EnvBuilder(system_site_packages=there is not None, with_pip=True).create(options.folder)
-    pip = [str(Path(options.folder) / "bin" / "python"), "-m", "pip", "install", "--quiet",
+    pip = [str(Path(options.folder).resolve() / "bin" / "python"), "-m", "pip", "install", "--quiet",
            "--disable-pip-version-check"]
     print(f"using the torch {there} of {sys.executable}" if there else f"installing {options.torch}", flush=True)
     steps = [] if there else [[options.torch]]
