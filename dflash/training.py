@@ -224,7 +224,7 @@ class Trainer:
         self.skipped = 0
         self.acceptance: float | None = None  # of the newest evaluation
         self.evaluated: int | None = None  # its step
-        self._pending: deque[tuple[StepPlan, float, _Readback]] = deque()
+        self._pending: deque[tuple[StepPlan, float, _Readback, float]] = deque()  # plan, lr, result, seconds
         self._clock = 0.0
         self._timed = 0.0
         self.done = 0  # completed steps
@@ -256,7 +256,12 @@ class Trainer:
         plan = self.planner.step(step)
         lr = learning_rate(step, self.total, self.options.warmup_steps, self.options.lr, self.options.min_lr_ratio)
         began = time.perf_counter()
-        self._pending.append((plan, lr, _Readback(self.engine.step(plan, lr))))
+        result = _Readback(self.engine.step(plan, lr))
+        if self._pending:  # on a GPU: the step before this one has ended by now, or is waited for
+            self._pending[-1][2].read()
+        now = time.perf_counter()
+        self._pending.append((plan, lr, result, now - self._clock))
+        self._clock = now
         self.done = step
         self._record(keep=1 if self.engine.replica.device.type == "cuda" else 0)
         self._beat()
@@ -274,6 +279,7 @@ class Trainer:
         here = self.done
         going_on = self.control.at_step(checkpoint=lambda: self.try_save(here), evaluate=lambda: self.evaluate(here),
                                         heartbeat=self._beat)
+        self._clock = time.perf_counter()  # a pause is no part of a step
         self._beat()
         return going_on
 
@@ -326,10 +332,8 @@ class Trainer:
     def _record(self, keep: int) -> None:
         """Write the `step` records whose results have arrived, all but the newest `keep`."""
         while len(self._pending) > keep:
-            plan, lr, readback = self._pending.popleft()
+            plan, lr, readback, seconds = self._pending.popleft()
             *sums, norm, finite = readback.read()
-            now = time.perf_counter()
-            seconds, self._clock = now - self._clock, now
             fields = read_sums(sums)
             reason = _skip_reason(plan, fields["loss"], norm)
             self.skipped += reason is not None
@@ -361,6 +365,7 @@ class Trainer:
             return
         fit = int(self.options.max_minutes * 60 / seconds)
         self.total = max(self.done, min(self.total, fit))
+        self.run.metrics.write("plan", steps=self.total)
         if self.total < self.options.steps:
             self._log("info", f"{self.options.max_minutes:g} minutes hold {self.total} of {self.options.steps} steps at "
                               f"{seconds:.2f} s a step")
