@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import threading
 import time
 import traceback
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -21,6 +23,7 @@ import torch.distributed as dist
 from dflash.errors import ConfigError, RunError
 from dflash.topology import Topology
 
+LAUNCHER = "DFLASH_LAUNCHER"  # environment variable of ranks: which process started them
 _BEAT = 1.0  # seconds between two signs of life
 _SILENT = 20.0  # seconds after which a rank without one counts as dead
 _NEVER = timedelta(days=7)  # of collectives: a pause or a long evaluation is no fault; the life line finds the dead
@@ -125,6 +128,26 @@ class Cluster:
         dist.destroy_process_group()
 
 
+def launcher_mark() -> str:
+    """Which process starts the ranks, for the environment variable LAUNCHER."""
+    return f"{os.getpid()}:{_started(os.getpid())}"
+
+
+def launcher_is_gone() -> bool:
+    """Whether the process named in LAUNCHER has ended, however it did. Ranks that nobody launched so never find out."""
+    pid, _, started = os.environ.get(LAUNCHER, "").partition(":")
+    return bool(pid and started) and _started(int(pid)) != started
+
+
+def _started(pid: int) -> str:
+    """A process's start time in clock ticks; "" when it has ended, or where the system does not say."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if fields[0] in "ZX" else fields[19]
+
+
 class LifeLine:
     """Ends this process when another rank failed or fell silent.
 
@@ -165,8 +188,13 @@ class LifeLine:
         return json.loads(self._store.get("failure"))
 
     def _watch(self) -> None:
-        beats = 0
+        beats, asked = 0, False
         while not self._stop.wait(_BEAT):
+            if self.cluster.rank == 0 and not asked and launcher_is_gone():
+                print("the process that started this run is gone: ending after this step, with a checkpoint",
+                      file=sys.stderr, flush=True)
+                os.kill(os.getpid(), signal.SIGTERM)
+                asked = True
             try:
                 beats += 1
                 self._store.set(f"beat/{self.cluster.rank}", str(beats))

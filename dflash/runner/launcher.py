@@ -15,7 +15,7 @@ from dflash.control import RunControl
 from dflash.errors import RunError
 from dflash.resume import rewind_record
 from dflash.run_config import RunConfig
-from dflash.runner.cluster import workers
+from dflash.runner.cluster import LAUNCHER, launcher_mark, workers
 from dflash.telemetry import Run, read_metrics
 from dflash.topology import decide
 from dflash.training import Outcome
@@ -54,7 +54,8 @@ def train_with_torchrun(run: Run, config: RunConfig, control: RunControl | None 
     _, offset = read_metrics(run.path)
     log_path = Path(run.path) / "torchrun.log"
     with open(log_path, "ab") as log:
-        child = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=child_environment(),
+        child = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT,
+                                 env={**child_environment(), LAUNCHER: launcher_mark()},  # ranks end when we are killed
                                  start_new_session=True)  # a terminal's Ctrl-C reaches us, and we ask rank 0
         try:
             records, _ = _follow(child, run, control, offset, say)

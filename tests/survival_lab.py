@@ -1,0 +1,95 @@
+"""Runs that are killed: a tiny run through `train_run`, started again and again in forked processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+from runner_jobs import first_replica, options, planner
+
+from dflash.checkpoint import checkpoints, save_checkpoint
+from dflash.control import RunControl
+from dflash.features import OnlineFeatures
+from dflash.resume import load_training, save_training
+from dflash.run_config import RunConfig
+from dflash.telemetry import Run, read_metrics
+from dflash.training import SerialEngine, Trainer
+
+STEPS = 60
+
+
+def train_here(root: Path, run_id: str, before_save=lambda step: None) -> None:
+    """Train `root`/`run_id` to the end with a checkpoint a step, from its newest one where there is any."""
+    torch.set_num_threads(1)
+    settings = options(steps=STEPS, packs_per_step=1, checkpoint_every=1)
+    target, replica = first_replica(settings)
+    fresh = not (root / run_id).exists()
+    run = Run.create(root, {}, run_id) if fresh else Run.open(root / run_id)
+    engine, config = SerialEngine(replica, OnlineFeatures(target)), RunConfig(train=settings)
+    state = load_training(run) if checkpoints(run.path) else None
+    if state is not None:
+        engine.load_optimizer(state["optimizer"])
+
+    def save(step):
+        before_save(step)
+        return save_training(run, config, engine, trainer, step)
+
+    trainer = Trainer(engine, planner(settings, replica.drafter), settings, run, RunControl(run.path, run.metrics),
+                      evaluate=None, save=save)
+    if state is not None:
+        trainer.load_state_dict(state["trainer"])
+    trainer.train(1 if state is None else state["step"] + 1)
+    run.end("completed")
+
+
+def kill_in_saves(root: Path, times: int, seed: int = 0) -> dict[str, object]:
+    """SIGKILL a run at `times` random moments of its saves; what is there after each, and after the last went through."""
+    draw, seen = random.Random(seed), {"killed": 0, "inside": 0, "backwards": 0, "lost": 0, "twice": 0}
+    took = _time_of_a_save(root)
+    newest = 0
+    while seen["killed"] < times:
+        at, delay = newest + draw.randint(1, 2), draw.uniform(0, took)
+        told, tell = os.pipe()
+        child = os.fork()
+        if child == 0:
+            train_here(root, "killed", lambda step, at=at, tell=tell: os.write(tell, b".") if step == at else None)
+            os._exit(0)
+        os.close(tell)
+        os.read(told, 1)  # the save has begun
+        os.close(told)
+        time.sleep(delay)
+        os.kill(child, signal.SIGKILL)
+        _, status = os.waitpid(child, 0)
+        seen["killed"] += os.WIFSIGNALED(status)
+        folder = root / "killed" / "checkpoints"
+        seen["inside"] += any(p.name.startswith(".") for p in folder.glob(".*")) if folder.exists() else 0
+        complete = checkpoints(root / "killed")
+        now = complete[-1][0] if complete else 0
+        seen["backwards"] += now < newest
+        steps = [r["step"] for r in read_metrics(root / "killed")[0] if r["kind"] == "step"]
+        seen["lost"] += len(set(range(1, now + 1)) - set(steps))
+        seen["twice"] += len(steps) - len(set(steps))
+        newest = now
+    train_here(root, "killed")
+    return seen
+
+
+def _time_of_a_save(root: Path) -> float:
+    target, replica = first_replica(options())
+    state = {"optimizer": replica.optimizer.state_dict()}
+    save_checkpoint(root / "timing", 1, replica.drafter, "tiny", state)
+    began = time.perf_counter()
+    save_checkpoint(root / "timing", 2, replica.drafter, "tiny", state)
+    return time.perf_counter() - began
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    train_here(folder, "whole")
+    print(json.dumps(kill_in_saves(folder, int(sys.argv[2]))))

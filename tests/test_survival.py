@@ -1,0 +1,477 @@
+"""Runs go on: kills in a save, full disks, workers that die or hang in every place, other numbers of drafters."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from runner_jobs import first_replica, options, packs, planner, serial, weights
+from test_runner_threads import engine_of
+from test_train_command import kinds, losses, material, start, wait_for_steps, write_config  # noqa: F401
+from test_training import make_trainer, steps_of
+from tiny_models import random_drafter, tiny_target
+
+from dflash.__main__ import main
+from dflash.checkpoint import (
+    best_checkpoint,
+    checkpoint_facts,
+    checkpoints,
+    latest_checkpoint,
+    load_trainer_state,
+    save_checkpoint,
+)
+from dflash.compile_safety import HangError, protected
+from dflash.errors import RunError
+from dflash.memory_help import DeviceOutOfMemory
+from dflash.optim import MasterAdamW
+from dflash.plan import Planner
+from dflash.resume import SUPERSEDED, plan_fingerprint, rewind_record, same_plan
+from dflash.run_config import RunConfig
+from dflash.runner.launcher import torchrun_command
+from dflash.runner.monitor import worker_of
+from dflash.telemetry import MetricsWriter, Run, read_metrics
+from dflash.training import Replica
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    torch.set_num_threads(1)
+
+
+def save(root, step, state=None, **keywords):
+    return save_checkpoint(root, step, random_drafter(tiny_target()), "tiny", state or {"optimizer": {}}, **keywords)
+
+
+# -- checkpoints --------------------------------------------------------------------------------------------------
+
+def test_twenty_kills_in_a_save_lose_nothing(tmp_path):
+    """Half-written folders never count; what was complete before a kill is complete after it (speculators#739)."""
+    began = time.monotonic()
+    environment = {**os.environ, "PYTHONPATH": f"{HERE.parent}:{HERE}", "OMP_NUM_THREADS": "1"}
+    ran = subprocess.run([sys.executable, str(HERE / "survival_lab.py"), str(tmp_path), "20"], capture_output=True,
+                         text=True, timeout=150, env=environment)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    seen = json.loads(ran.stdout.splitlines()[-1])
+    assert seen["killed"] == 20 and seen["inside"] >= 5, f"the kills must hit saves: {seen}"
+    assert (seen["backwards"], seen["lost"], seen["twice"]) == (0, 0, 0), seen
+    one, two = tmp_path / "whole", tmp_path / "killed"
+    assert losses(one) == losses(two) and len(losses(two)) == 60
+    a, b = (load_trainer_state(latest_checkpoint(run))["optimizer"]["masters"] for run in (one, two))
+    assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+    assert not [p for p in (two / "checkpoints").iterdir() if p.name.startswith(".")], "nothing half-written stays"
+    assert time.monotonic() - began < 150
+
+
+def test_saving_a_step_again_never_leaves_it_without_a_checkpoint(tmp_path):
+    final = save(tmp_path, 3, {"optimizer": {"mark": torch.tensor(1)}})
+    final.rename(final.with_name(f".{final.name}.before"))  # killed between the two renames of the second save
+    assert latest_checkpoint(tmp_path) == final
+    save(tmp_path, 3, {"optimizer": {"mark": torch.tensor(2)}})
+    assert int(load_trainer_state(latest_checkpoint(tmp_path))["optimizer"]["mark"]) == 2
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == [final.name]
+
+
+def test_the_best_checkpoint_outlives_newer_ones_and_a_resume(tmp_path):
+    for step, length in ((1, 1.2), (2, 1.9), (3, 1.4), (4, None), (5, 1.3)):
+        save(tmp_path, step, keep=2, facts={"acceptance_length": length})
+    assert [step for step, _ in checkpoints(tmp_path)] == [2, 4, 5]
+    assert best_checkpoint(tmp_path).name == "step-00000002"
+    save(tmp_path, 6, keep=1, facts={"acceptance_length": 2.0})
+    assert [step for step, _ in checkpoints(tmp_path)] == [6] and checkpoint_facts(best_checkpoint(tmp_path))["step"] == 6
+
+
+def test_a_trained_run_keeps_the_checkpoint_of_its_best_evaluation(material, tmp_path, monkeypatch):  # noqa: F811
+    lengths = iter([1.0, 1.5, 3.0, 2.0, 2.5])
+    monkeypatch.setattr("dflash.train_run.evaluate_acceptance", lambda *a: {"acceptance_length": next(lengths)})
+    config = write_config(material, tmp_path / "runs/best", eval_every=2, checkpoint_every=2, keep_checkpoints=1)
+    assert main(["train", "--config", str(config)]) == 0
+    assert [step for step, _ in checkpoints(config.parent)] == [4, 8]
+    assert checkpoint_facts(best_checkpoint(config.parent))["acceptance_length"] == 3.0
+
+
+def test_a_checkpoint_that_would_run_code_is_refused(tmp_path):
+    folder, proof = save(tmp_path, 1), tmp_path / "ran"
+
+    class Evil:
+        def __reduce__(self):
+            return (os.mkdir, (str(proof),))
+
+    torch.save({"optimizer": Evil()}, folder / "trainer.pt")
+    mark = json.loads((folder / "complete.json").read_text())
+    mark["files"]["trainer.pt"] = (folder / "trainer.pt").stat().st_size
+    (folder / "complete.json").write_text(json.dumps(mark))
+    with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
+        load_trainer_state(folder)
+    assert not proof.exists()
+
+
+# -- the record -------------------------------------------------------------------------------------------------------
+
+def test_the_record_goes_back_to_the_checkpoint_and_keeps_what_it_cuts(tmp_path):
+    run = Run.create(tmp_path, {}, "r")
+    other = MetricsWriter(run.metrics.path)  # another rank, which keeps the file open
+    for step in (1, 2):
+        run.metrics.write("step", step=step, loss=1.0)
+    folder = save(run.path, 2, facts={"metrics_offset": run.metrics.offset})
+    run.metrics.write("checkpoint", step=2, path=str(folder))
+    for step in (3, 4):
+        run.metrics.write("step", step=step, loss=2.0)
+    run.fault(ValueError("a made-up end"))
+    with open(run.metrics.path, "ab") as file:
+        file.write(b'{"kind":"step","step":5,"lo')  # killed in a write
+    before = run.metrics.path.read_bytes()
+    assert rewind_record(run, folder) == 4
+    other.write("step", step=3, loss=3.0)
+    records = read_metrics(run.path)[0]
+    assert [r["kind"] for r in records] == ["run_start", "step", "step", "checkpoint", "resume", "step"]
+    assert [r["loss"] for r in records if r["kind"] == "step"] == [1.0, 1.0, 3.0]
+    resumed = records[4]
+    assert (resumed["step"], resumed["superseded_steps"]) == (2, 2) and "a made-up end" in resumed["before"][0]
+    cut = (run.path / SUPERSEDED).read_bytes()
+    assert before.endswith(cut.rstrip(b"\n")) and cut.count(b'"kind":"step"') == 3
+
+
+def test_nothing_is_cut_twice_and_older_checkpoints_without_an_offset_are_read(tmp_path):
+    run = Run.create(tmp_path, {}, "r")
+    for step in (1, 2, 3):
+        run.metrics.write("step", step=step)
+    folder = save(run.path, 2)  # no offset in its mark
+    assert rewind_record(run, folder) == 1
+    assert rewind_record(run, folder) == 0
+    assert [r["step"] for r in read_metrics(run.path)[0] if r["kind"] == "step"] == [1, 2]
+    assert sum(r["kind"] == "resume" for r in read_metrics(run.path)[0]) == 1
+
+
+def test_a_run_that_failed_and_was_resumed_has_every_step_once(material, tmp_path, monkeypatch):  # noqa: F811
+    """The unbroken run's losses, through the command line and threads."""
+    fixed = dict(gpus="cpu:2", target_gpus="cpu:1", checkpoint_every=3)
+    whole = write_config(material, tmp_path / "runs/whole", **fixed)
+    assert main(["train", "--config", str(whole)]) == 0
+    config = write_config(material, tmp_path / "runs/parts", **fixed)
+    accumulate, calls = Replica.accumulate, []
+
+    def failing(*arguments):
+        calls.append(1)
+        if len(calls) == 10:  # two items a step: step 5
+            raise ValueError("a made-up failure")
+        return accumulate(*arguments)
+
+    monkeypatch.setattr(Replica, "accumulate", failing)
+    assert main(["train", "--config", str(config)]) == 1
+    assert kinds(config.parent)["run_end"][-1]["status"] == "failed"
+    assert main(["train", "--config", str(config), "--resume"]) == 0
+    records = kinds(config.parent)
+    assert [r["step"] for r in records["step"]] == list(range(1, 9)) and losses(config.parent) == losses(whole.parent)
+    assert "fault" not in records and [r["status"] for r in records["run_end"]] == ["completed"]
+    assert "a made-up failure" in records["resume"][0]["before"][0]
+    assert "a made-up failure" in (config.parent / SUPERSEDED).read_text()
+
+
+# -- state -------------------------------------------------------------------------------------------------------------
+
+def test_optimizers_that_load_one_state_do_not_share_it():
+    model = torch.nn.Linear(3, 2)
+    first = MasterAdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.0, max_grad_norm=1.0)
+    model(torch.ones(1, 3)).sum().backward()
+    first.accumulate()
+    first.step(0.1)
+    state = first.state_dict()
+    kept = {k: v.clone() for k, v in state["adamw"]["state"][0].items()}
+    second = torch.nn.Linear(3, 2)
+    other = MasterAdamW(second.parameters(), betas=(0.9, 0.95), weight_decay=0.0, max_grad_norm=1.0)
+    other.load_state_dict(state)
+    second(torch.ones(1, 3)).sum().backward()
+    other.accumulate()
+    other.step(0.1)
+    assert all(torch.equal(kept[k], first.adamw.state_dict()["state"][0][k]) for k in kept)
+
+
+@pytest.mark.parametrize("drafters", [1, 2, 3])
+def test_a_run_of_three_drafters_goes_on_with_any_number(tmp_path, drafters):
+    """State is the same on every replica, so one copy serves all (SpecForge's fault was one rank's state for all)."""
+    settings = options(steps=8)
+    wanted, final = serial(settings)
+    engine, plans = engine_of(3, 1, settings)
+    try:
+        engine.start(1)
+        got = [float(engine.step(plans.step(step), settings.lr)[0]) for step in range(1, 5)]
+        states = [replica.optimizer.state_dict() for replica in engine.replicas]
+        for other in states[1:]:
+            assert all(torch.equal(a, b) for a, b in zip(states[0]["masters"], other["masters"], strict=True))
+            for index, moments in states[0]["adamw"]["state"].items():
+                assert all(torch.equal(value, other["adamw"]["state"][index][name]) for name, value in moments.items())
+        folder = save_checkpoint(tmp_path, 4, engine.replica.drafter, "tiny", {"optimizer": states[0]})
+    finally:
+        engine.close()
+    engine, plans = engine_of(drafters, 1, settings)
+    engine.load_optimizer(load_trainer_state(folder)["optimizer"])
+    try:
+        engine.start(5)
+        got += [float(engine.step(plans.step(step), settings.lr)[0]) for step in range(5, 9)]
+    finally:
+        engine.close()
+    assert got == pytest.approx(wanted, abs=1e-6)
+    assert float((weights(engine.replica) - final).abs().max()) < 1e-6
+    engine.verify()
+
+
+def test_other_data_or_order_is_noticed_on_resume():
+    settings = options()
+    drafter = first_replica(settings)[1].drafter
+    plans = planner(settings, drafter)
+    state = {"plan": plan_fingerprint(plans)}
+    assert same_plan(state, planner(settings, drafter)) is None and same_plan({}, plans) is None
+    for other in (planner(options(seed=1), drafter), planner(settings, drafter, packs(4)), planner(settings, drafter,
+                                                                                                   packs(5, seed=4))):
+        assert isinstance(other, Planner) and "not the unbroken run" in same_plan(state, other)
+
+
+# -- full disks ---------------------------------------------------------------------------------------------------------
+
+@contextmanager
+def small_disk(folder: Path, size: str):
+    """A tmpfs of `size`; skips where it cannot be mounted."""
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
+    made = subprocess.run(command, capture_output=True, text=True)
+    if made.returncode:
+        pytest.skip(f"no tmpfs can be mounted here: {made.stderr.strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def fill(folder: Path, leave: int) -> Path:
+    """Take all room but about `leave` bytes."""
+    filler, free = folder / "filler", os.statvfs(folder)
+    filler.write_bytes(b"\0" * max(0, free.f_bavail * free.f_bsize - leave))
+    return filler
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="tmpfs is Linux's")
+def test_a_disk_that_fills_in_a_save_costs_no_good_checkpoint(tmp_path):
+    with small_disk(tmp_path / "disk", "4m") as disk:
+        folder = save(disk, 1, {"optimizer": {"x": torch.zeros(1000)}})
+        for leave in (200_000, 60_000, 8_192, 0):  # in trainer.pt, in the weights, at the first file
+            filler = fill(disk, leave)
+            with pytest.raises(RunError, match="step 2 could not be written.*Earlier checkpoints are untouched"):
+                save(disk, 2, {"optimizer": {"x": torch.zeros(100_000)}})
+            filler.unlink()
+            assert latest_checkpoint(disk) == folder and load_trainer_state(folder)["step"] == 1
+            assert [p.name for p in (disk / "checkpoints").iterdir()] == [folder.name]
+        save(disk, 2)
+        assert latest_checkpoint(disk).name == "step-00000002"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="tmpfs is Linux's")
+def test_a_disk_that_fills_while_logging_costs_counted_records_and_no_run(tmp_path, capsys):
+    with small_disk(tmp_path / "disk", "1m") as disk:
+        trainer = make_trainer(disk, options(steps=40, packs_per_step=1))
+        step, fillers = trainer.engine.step, []
+
+        def filling(plan, lr):
+            if plan.step == 4:
+                fillers.append(fill(disk, 0))
+            if plan.step == 35:  # the last page of the file took some
+                fillers.pop().unlink()
+            return step(plan, lr)
+
+        trainer.engine.step = filling
+        outcome = trainer.train()
+        trainer.run.end(outcome.status)
+        records = read_metrics(trainer.run.path)[0]
+        seen = [r["step"] for r in records if r["kind"] == "step"]
+        assert outcome.status == "completed" and seen[-1] == 40 and len(seen) == len(set(seen))
+        lost = 40 - len(seen)
+        assert 0 < lost <= records[-1]["dropped_records"] <= lost + 2
+        assert capsys.readouterr().err.count("metrics are being lost") == 1
+        assert latest_checkpoint(trainer.run.path).name == "step-00000040"
+
+
+def test_training_goes_on_when_a_save_meets_a_full_disk_and_the_last_save_does_not(tmp_path, monkeypatch):
+    trainer = make_trainer(tmp_path, options(steps=8, packs_per_step=1, checkpoint_every=2))
+    write, calls = torch.save, []
+
+    def full(*arguments, **keywords):
+        calls.append(1)
+        if len(calls) in (2, 4):  # the saves of steps 4 and 8
+            raise RuntimeError("[enforce fail at inline_container.cc] PytorchStreamWriter failed writing file data/0")
+        return write(*arguments, **keywords)
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(RunError, match="the checkpoint of step 8 could not be written"):
+        trainer.train()
+    assert [step for step, _ in checkpoints(trainer.run.path)] == [2, 6] and len(steps_of(trainer.run)) == 8
+    said = [r for r in read_metrics(trainer.run.path)[0] if r["kind"] == "log" and r["level"] == "error"]
+    assert len(said) == 1 and "step 4 could not be written" in said[0]["message"] and "goes on" in said[0]["message"]
+
+
+def test_a_torn_record_is_counted(tmp_path, monkeypatch, capsys):
+    writer = MetricsWriter(tmp_path / "metrics.jsonl")
+    real = os.write
+    monkeypatch.setattr(os, "write", lambda fd, data: real(fd, data[:7]))
+    writer.write("step", step=1)
+    monkeypatch.setattr(os, "write", real)
+    writer.write("step", step=2)
+    assert writer.dropped == 1 and [r["step"] for r in read_metrics(writer.path)[0]] == [2]
+    assert "7 of" in capsys.readouterr().err
+
+
+# -- workers that die, hang or run out of memory ---------------------------------------------------------------------
+
+class BrokenMetrics:
+    """A record that fails when a worker writes to it."""
+
+    def __init__(self, effect):
+        self.effect = effect
+
+    def write(self, kind, **fields):
+        if threading.current_thread().name.startswith("target["):
+            self.effect()
+
+
+def place_fault(engine, place: str, effect) -> str:
+    """Let `effect()` happen in one place of a running engine, from the third visit on; returns the worker's name."""
+    visits = []
+
+    def before(call):
+        def wrapped(*arguments, **keywords):
+            visits.append(1)
+            if len(visits) >= 3:
+                effect()
+            return call(*arguments, **keywords)
+        return wrapped
+
+    if place == "target":
+        engine.sources[0].get = before(engine.sources[0].get)
+    elif place == "drafter":
+        engine.replicas[1].accumulate = before(engine.replicas[1].accumulate)
+    elif place == "copy":
+        engine.warmup_jobs(engine.planner.step(1))  # makes the queue
+        engine.hand_over._copy = before(engine.hand_over._copy)
+    else:
+        engine.target_ledgers[0].metrics = BrokenMetrics(effect)
+    return "drafter[1]" if place == "drafter" else "target[0]"
+
+
+PLACES = ["target", "copy", "drafter", "logging"]
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_worker_that_dies_anywhere_ends_the_run_at_once(place):
+    settings = options(steps=30)
+    engine, plans = engine_of(2, 1, settings)
+
+    def effect():
+        raise OSError(f"a made-up end in {place}")
+
+    worker, began = place_fault(engine, place, effect), time.monotonic()
+    with pytest.raises(OSError, match=f"a made-up end in {place}") as caught:
+        try:
+            engine.start(1)
+            for step in range(1, 31):
+                engine.step(plans.step(step), settings.lr)
+        finally:
+            engine.close()
+    assert worker_of(caught.value) == worker and time.monotonic() - began < 10
+    assert not [t for t in threading.enumerate() if t.name.startswith(("drafter[", "target["))]
+
+
+@pytest.mark.parametrize("place", PLACES[1:])  # the target's is in test_runner_threads
+def test_a_worker_that_hangs_anywhere_is_ended_by_the_watchdog(tmp_path, place):
+    settings, release = options(steps=30), threading.Event()
+    engine, plans = engine_of(2, 1, settings)
+    place_fault(engine, place, lambda: release.wait(20))
+    began = time.monotonic()
+    try:
+        with pytest.raises(HangError, match="no step was completed for 1 s"):
+            with protected(run_dir=tmp_path, step_timeout=1.0, on_hang=engine.on_hang) as protection:
+                try:
+                    engine.start(1)
+                    for step in range(1, 31):
+                        engine.step(plans.step(step), settings.lr)
+                        protection.beat()
+                finally:
+                    release.set()
+                    engine.close()
+    finally:
+        release.set()
+    assert time.monotonic() - began < 12
+    assert "no step was completed" in (tmp_path / "failure.json").read_text()
+    assert "in <lambda>" in (tmp_path / "stacks.txt").read_text(), "the stacks show where the worker hangs"
+
+
+def test_out_of_memory_in_one_drafter_names_device_table_and_knobs(material, tmp_path, monkeypatch):  # noqa: F811
+    config = write_config(material, tmp_path / "runs/oom", gpus="cpu:2", target_gpus="cpu:1")
+    accumulate, calls = Replica.accumulate, []
+
+    def exhausted(self, *arguments):
+        calls.append(threading.current_thread().name)
+        if calls[-1] == "drafter[1]" and calls.count("drafter[1]") == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 276.36 GiB.\nmore lines")
+        return accumulate(self, *arguments)
+
+    monkeypatch.setattr(Replica, "accumulate", exhausted)
+    from dflash.train_run import train_run
+
+    run = Run.open(config.parent)
+    with pytest.raises(DeviceOutOfMemory) as caught:
+        train_run(run, RunConfig.load(config))
+    text = str(caught.value)
+    assert text.startswith("drafter[1] on cpu is out of memory: CUDA out of memory. Tried to allocate 276.36 GiB.\n")
+    for wanted in ("memory of cpu (GiB)", "estimated: optimizer", "estimated in all", "max_anchors (now 16)",
+                   "pack_length (now 192)", "queue_depth (now 2)", "draft_vocab"):
+        assert wanted in text, wanted
+    assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
+    fault = kinds(run.path)["fault"][0]
+    assert (fault["worker"], fault["type"]) == ("drafter[1]", "DeviceOutOfMemory") and fault["message"] == text
+    assert "in exhausted" in fault["traceback"]
+
+
+# -- processes ------------------------------------------------------------------------------------------------------------
+
+def test_ranks_of_a_killed_launcher_end_with_a_checkpoint(material, tmp_path):  # noqa: F811
+    """A kernel that is killed must not leave ranks that train on."""
+    config = write_config(material, tmp_path / "runs/orphans", gpus="cpu:2", target_gpus="cpu:1", launcher="torchrun",
+                          steps=100000)
+    run, child = config.parent, start(config, tmp_path / "runs")
+    wait_for_steps(run, 2, child)
+    assert len(processes_of(config)) >= 3
+    child.kill()
+    child.wait()
+    deadline = time.monotonic() + 40
+    while processes_of(config) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert not processes_of(config), "orphans"
+    end = kinds(run)["run_end"][-1]
+    assert end["status"] == "interrupted" and latest_checkpoint(run).name.endswith(f"{end['step']:08d}")
+
+
+def processes_of(config: Path) -> list[int]:
+    """Processes that train this config."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if str(config).encode() in (entry / "cmdline").read_bytes():
+                found.append(int(entry.name))
+        except OSError:
+            continue
+    return found
+
+
+def test_the_rendezvous_is_on_the_loopback_interface():
+    command = torchrun_command(2, ["x"])
+    assert command[command.index("--rdzv-endpoint") + 1].startswith("127.0.0.1:")
+    assert command[command.index("--local-addr") + 1] == "127.0.0.1"
