@@ -10,6 +10,7 @@ import torch
 import torch._dynamo.config as dynamo_config
 import torch.utils.checkpoint
 from compile_helpers import clean_compiler, held_trace, run_threads
+from test_masks import oracle as mask_oracle
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -477,7 +478,7 @@ def test_the_boundary_with_the_anchor_rule_small_queries_and_changing_packs():
             rule = visibility(chosen, document_ids(lengths, total), block)
             mask = flex.build_block_mask(rule, q_len, kv_len, "cpu")
             out = flex.compiled_flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
-            allowed = rule(0, 0, torch.arange(q_len)[:, None], torch.arange(kv_len)[None, :])
+            allowed = mask_oracle(chosen.positions.tolist(), chosen.valid.tolist(), lengths.tolist(), total, block)
             scores = q.double() @ k.double().repeat_interleave(2, 1).transpose(-1, -2) / math.sqrt(32)
             dense = scores.masked_fill(~allowed, -math.inf).softmax(-1) @ v.double().repeat_interleave(2, 1)
             assert (out - dense).abs().max() < 1e-4
