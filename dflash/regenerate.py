@@ -125,7 +125,7 @@ class ConversationFile:
 def read_prompts(path: str | Path) -> Iterator[list[dict]]:
     """Questions from a file: `messages` JSONL (answers dropped), `prompt` JSONL, or one prompt a line."""
     if not Path(path).is_file():
-        raise DataError(f"there is no prompts file {path}; give a file with one prompt a line or JSONL, or 'builtin'")
+        raise DataError(f"there is no prompts file {path}; give a file with one prompt a line, or JSONL")
     with open(path, "rb") as lines:
         for number, line in enumerate(lines, 1):
             try:
