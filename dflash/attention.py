@@ -117,9 +117,11 @@ class AttentionMask:
             alive = valid[index]
             c_start = int(starts[index][alive].min()) if alive.any() else 0
             c_end = int(positions[index][alive].max()) if alive.any() else 0
+            documents_here = self.doc_ids[c_start : max(c_end, c_start) + 1]
+            inside = (self.anchors.positions[index] - c_start).clamp(0, len(documents_here) - 1)  # padding lies anywhere
             part = AttentionMask(
-                AnchorSet((self.anchors.positions[index] - c_start).clamp(min=0), self.anchors.valid[index]),
-                self.doc_ids[c_start : max(c_end, c_start) + 1],
+                AnchorSet(inside, self.anchors.valid[index]),
+                documents_here,
                 self.block_size,
                 self.sliding_window,
             )

@@ -262,6 +262,7 @@ class DFlashDrafter(nn.Module):
         if anchors is None:
             anchors = sample_anchors(loss_mask[0].cpu(), lengths.cpu(), self.block_size, self.max_anchors,
                                      self.anchor_generator)
+        _check_anchors(anchors, total)
         plan = HeadPlan.make(AnchorSet(anchors.positions.cpu(), anchors.valid.cpu()), loss_mask[0].cpu(), lengths.cpu(),
                              self.block_size)
         anchors = anchors.to(device, non_blocking=True)
@@ -430,3 +431,14 @@ class DFlashDrafter(nn.Module):
 
             x = layer(x, (k[:, :, start:], v[:, :, start:]), rotary, attend)
         return self.norm(x)[0, 1:] @ self.lm_head.T
+
+
+def _check_anchors(anchors: AnchorSet, total: int) -> None:
+    """Refuse anchors outside the pack. Those on a GPU are not read: it would hold up the host."""
+    places, valid = anchors.positions, anchors.valid
+    if places.dim() != 1 or places.shape != valid.shape or places.numel() == 0:
+        raise ValueError(f"anchors have positions {list(places.shape)} and valid {list(valid.shape)}, wanted [A] each, at "
+                         "least one (an invalid one where there is nothing to train)")
+    if places.device.type == "cpu" and (int(places.min()) < 0 or int(places.max()) >= total):
+        raise ValueError(f"anchors lie at {int(places.min())} to {int(places.max())}, wanted 0 to {total - 1} (T is "
+                         f"{total})")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -131,14 +132,15 @@ def replay_item(replica: Replica, item: WorkItem, features: Features, denominato
         rows = (~torch.isfinite(hidden[0])).any(-1).nonzero().flatten().tolist()
         found.bad.append(f"target features at {len(rows)} positions, first {rows[0]}")
     try:
-        with torch.autograd.detect_anomaly(check_nan=True):
+        with warnings.catch_warnings(record=True) as told, torch.autograd.detect_anomaly(check_nan=True):
+            warnings.simplefilter("always")
             loss, _ = replica._loss(item, features, denominator)
             found.loss = float(loss.detach())
             loss.backward()
     except RuntimeError as error:
         if "nan" not in str(error).lower():
             raise
-        found.origin = str(error).splitlines()[0]
+        found.origin = str(error).splitlines()[0] + _forward_line(told)
         for p in replica.optimizer.parameters:
             p.grad = None
         with torch.autograd.set_detect_anomaly(False):
@@ -153,6 +155,13 @@ def replay_item(replica: Replica, item: WorkItem, features: Features, denominato
     found.gradient_norm = float(torch.nn.utils.get_total_norm([g for g in gradients if g is not None]))
     replica.optimizer.accumulate()
     return found
+
+
+def _forward_line(told: list[warnings.WarningMessage]) -> str:
+    """Where the forward pass made the operation that anomaly detection blames: our innermost line in its traceback."""
+    ours = [line.strip() for w in told for line in str(w.message).splitlines()
+            if "/dflash/" in line and line.strip().startswith("File") and "/replay.py" not in line]
+    return f" (made in the forward pass at {ours[-1].removeprefix('File ')})" if ours else ""
 
 
 def replay(run_path: str | Path, step: int, device: str = "cpu", say: Say = lambda line: None,

@@ -81,7 +81,7 @@ class DrafterOptions:
                  f"attention must be auto, {', '.join(BACKENDS)}; got {self.attention!r}")
         _require(self.draft_vocab is None or self.draft_vocab >= 0,
                  f"draft_vocab must be at least 0 or None, got {self.draft_vocab}")
-        _require(self.max_dense_gib > 0, f"max_dense_gib must be positive, got {self.max_dense_gib}")
+        _require(0 < self.max_dense_gib < math.inf, f"max_dense_gib must be positive and finite, got {self.max_dense_gib}")
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,11 @@ class TrainOptions:
         _require(self.lr > 0 and math.isfinite(self.lr), f"lr must be positive, got {self.lr}")
         _require(self.warmup_steps >= 0, f"warmup_steps must be at least 0, got {self.warmup_steps}")
         _require(self.max_grad_norm > 0, f"max_grad_norm must be positive, got {self.max_grad_norm}")
-        _require(self.max_minutes is None or self.max_minutes > 0, f"max_minutes must be positive, got {self.max_minutes}")
+        _require(self.max_minutes is None or 0 < self.max_minutes < math.inf,
+                 f"max_minutes must be positive and finite, or None, got {self.max_minutes}")
+        _require(0 <= self.min_lr_ratio <= 1, f"min_lr_ratio must be between 0 and 1, got {self.min_lr_ratio}")
+        for name in ("weight_decay", "cache_gib"):
+            _require(0 <= getattr(self, name) < math.inf, f"{name} must be finite and at least 0, got {getattr(self, name)}")
         _require(self.gamma is None or (math.isfinite(self.gamma) and self.gamma >= 0),
                  f"gamma must be a finite number >= 0 or None (uniform weights), got {self.gamma}")
         _require(self.reduction in ("weight_mean", "token_mean"),
@@ -143,7 +147,8 @@ class RuntimeOptions:
         _require(self.launcher in ("threads", "torchrun"), f"launcher must be threads or torchrun, got {self.launcher!r}")
         _require(self.queue_depth >= 1, f"queue_depth must be at least 1, got {self.queue_depth}")
         _require(self.gpus_per_target >= 1, f"gpus_per_target must be at least 1, got {self.gpus_per_target}")
-        _require(self.watchdog_seconds > 0, f"watchdog_seconds must be positive, got {self.watchdog_seconds}")
+        _require(0 < self.watchdog_seconds < math.inf,
+                 f"watchdog_seconds must be positive and finite, got {self.watchdog_seconds}")
 
 
 DTYPES = ("auto", "float32", "bfloat16")

@@ -1,0 +1,64 @@
+"""A kernel that dies under papermill while it trains: a non-zero exit, a closed record, no orphan."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from notebook_factory import write_notebook
+from test_survival import processes_of
+from test_train_command import kinds, losses, material, write_config  # noqa: F401
+
+from dflash.checkpoint import latest_checkpoint
+from dflash.launch import KILLED
+
+ROOT = Path(__file__).parents[1]
+CELLS = """\
+import os, pathlib
+pathlib.Path(pid_file).write_text(str(os.getpid()))
+from dflash.run_config import RunConfig
+from dflash.telemetry import Run
+from dflash.train_run import train_run
+outcome = train_run(Run.open(run_path), RunConfig.load(run_path + '/config.yaml'))"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["threads", "torchrun"])
+def test_a_killed_kernel_leaves_no_orphan_and_a_run_that_resumes(material, tmp_path, launcher):  # noqa: F811
+    config = write_config(material, tmp_path / "runs/night", gpus="cpu:2", target_gpus="cpu:1", launcher=launcher,
+                          steps=100000, checkpoint_every=2)
+    run, pid_file = config.parent, tmp_path / "pid"
+    parameters = f"run_path: str = {str(run)!r}\npid_file: str = {str(pid_file)!r}"
+    notebook = write_notebook(tmp_path / "n.ipynb", parameters, CELLS)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    child = subprocess.Popen([sys.executable, "-m", "dflash", "run", str(notebook), str(run / "report.ipynb"), "--static"],
+                             env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    deadline = time.monotonic() + 120
+    while len(losses(run)) < 5:
+        assert child.poll() is None, child.stdout.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    os.kill(int(pid_file.read_text()), signal.SIGKILL)
+    output, _ = child.communicate(timeout=90)
+    assert child.returncode == KILLED, output
+    assert (run / "report.html").exists() and not Path(f"/proc/{pid_file.read_text()}").exists()
+    deadline = time.monotonic() + 30
+    while processes_of(config) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert not processes_of(config), "orphans"
+    assert kinds(run)["run_end"][-1]["status"] in ("failed", "interrupted")
+    step = int(latest_checkpoint(run).name.removeprefix("step-"))
+    values = yaml.safe_load(config.read_text())
+    values["train"]["steps"], values["runtime"]["launcher"] = step + 3, "threads"
+    config.write_text(yaml.safe_dump(values))
+    from dflash.__main__ import main
+
+    assert main(["train", "--config", str(config), "--resume"]) == 0
+    seen = [r["step"] for r in kinds(run)["step"]]
+    assert seen == list(range(1, step + 4))
