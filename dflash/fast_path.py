@@ -20,7 +20,8 @@ from dflash.attention import attention
 
 if TYPE_CHECKING:
     from dflash.attention import AttentionMask
-    from dflash.model import DFlashDrafter, Rotary
+    from dflash.layers import Rotary
+    from dflash.model import DFlashDrafter
 
 CHUNK_ROWS = 3328  # 26 x 20 output tiles of the gradient's product: 3.94 waves of 132 multiprocessors
 MIN_HEAD_DIM = 16

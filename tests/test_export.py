@@ -15,7 +15,7 @@ from dflash.checkpoint import save_checkpoint
 from dflash.drafter_io import load_drafter, save_drafter
 from dflash.errors import ConfigError
 from dflash.export import export_drafter, import_drafter, read_layout, read_weights
-from dflash.model import rotary_tables
+from dflash.layers import rotary_tables
 from dflash.target import Target
 
 IDS = [50, 7, 3, 21, 33, 12, 44]  # a draft vocabulary, out of order

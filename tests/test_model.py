@@ -7,8 +7,9 @@ import torch
 
 from dflash.config import DrafterConfig, create_drafter_config, rope_theta_of
 from dflash.errors import ConfigError
+from dflash.layers import rotary_tables
 from dflash.masks import AnchorSet, document_ids
-from dflash.model import DFlashDrafter, rotary_tables
+from dflash.model import DFlashDrafter
 from dflash.warm_start import warm_start
 
 V, H, N = 60, 32, 2
