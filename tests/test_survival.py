@@ -14,12 +14,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from runner_jobs import first_replica, options, packs, planner, serial, weights
 from test_runner_threads import engine_of
 from test_train_command import kinds, losses, material, start, wait_for_steps, write_config  # noqa: F401
 from test_training import make_trainer, steps_of
 from tiny_models import random_drafter, tiny_target
 
+from dflash import worker_log
 from dflash.__main__ import main
 from dflash.checkpoint import (
     best_checkpoint,
@@ -30,7 +32,9 @@ from dflash.checkpoint import (
     save_checkpoint,
 )
 from dflash.compile_safety import HangError, protected
+from dflash.compile_safety.watchdog import Watchdog
 from dflash.errors import RunError
+from dflash.job import prepare_data
 from dflash.memory_help import DeviceOutOfMemory
 from dflash.optim import MasterAdamW
 from dflash.plan import Planner
@@ -40,6 +44,7 @@ from dflash.runner.launcher import torchrun_command
 from dflash.runner.monitor import worker_of
 from dflash.telemetry import MetricsWriter, Run, read_metrics
 from dflash.training import Replica
+from dflash.worker_log import worker_output
 
 HERE = Path(__file__).parent
 
@@ -237,6 +242,30 @@ def test_other_data_or_order_is_noticed_on_resume():
         assert isinstance(other, Planner) and "not the unbroken run" in same_plan(state, other)
 
 
+@pytest.mark.parametrize("launcher", ["threads", pytest.param("torchrun", marks=pytest.mark.slow)])
+def test_a_run_in_three_parts_is_the_unbroken_run_bit_for_bit(material, tmp_path, launcher):  # noqa: F811
+    """Resumed in mid-epoch and at an epoch's end."""
+    fixed = dict(gpus="cpu:2", target_gpus="cpu:1", launcher=launcher, min_lr_ratio=1.0, eval_every=100, pack_length=256)
+    whole = write_config(material, tmp_path / "runs/whole", **fixed)
+    assert main(["train", "--config", str(whole)]) == 0
+    per_epoch = len(prepare_data(RunConfig.load(whole)).train_packs)
+    cuts = [2, 5, 8]
+    assert any(2 * cut % per_epoch == 0 for cut in cuts[:2]) and any(2 * cut % per_epoch for cut in cuts[:2]), per_epoch
+    config = write_config(material, tmp_path / "runs/parts", **fixed)
+    values = yaml.safe_load(config.read_text())
+    for number, steps in enumerate(cuts):
+        values["train"]["steps"] = steps
+        config.write_text(yaml.safe_dump(values))
+        assert main(["train", "--config", str(config), *["--resume"] * bool(number)]) == 0
+    one, two = kinds(whole.parent)["step"], kinds(config.parent)["step"]
+    for name in ("step", "loss", "grad_norm", "lr", "pack_ids", "supervised_slots", "epoch"):
+        assert [r[name] for r in one] == [r[name] for r in two], name
+    states = [load_trainer_state(latest_checkpoint(c.parent))["optimizer"] for c in (whole, config)]
+    assert all(torch.equal(a, b) for a, b in zip(*(s["masters"] for s in states), strict=True))
+    for index, moments in states[0]["adamw"]["state"].items():
+        assert all(torch.equal(value, states[1]["adamw"]["state"][index][name]) for name, value in moments.items())
+
+
 # -- full disks ---------------------------------------------------------------------------------------------------------
 
 @contextmanager
@@ -327,6 +356,37 @@ def test_a_torn_record_is_counted(tmp_path, monkeypatch, capsys):
     writer.write("step", step=2)
     assert writer.dropped == 1 and [r["step"] for r in read_metrics(writer.path)[0]] == [2]
     assert "7 of" in capsys.readouterr().err
+
+
+class FullFile:
+    """A file on a full disk."""
+
+    def write(self, text):
+        raise OSError(28, "No space left on device")
+
+    close = flush = lambda self: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+
+
+def test_a_full_disk_ends_no_worker_that_prints_and_hides_no_fault(tmp_path, monkeypatch, capsys):
+    run = Run.create(tmp_path, {}, "r")
+    with worker_output(run.metrics, "drafter[0]", run.path / "logs"):
+        entry = worker_log._workers[threading.get_ident()]
+        entry.file.close()
+        entry.file = FullFile()
+        print("a line")
+    assert [r["message"] for r in read_metrics(run.path)[0] if r["kind"] == "log"] == ["a line"]
+    (run.path / "failure.json").mkdir()  # cannot be written
+    run.fault(ValueError("the reason"))
+    assert read_metrics(run.path)[0][-1]["message"] == "the reason" and "could not be written" in capsys.readouterr().err
+
+
+def test_a_hang_on_a_full_disk_still_ends(tmp_path, monkeypatch):
+    monkeypatch.setattr(Watchdog, "_write", lambda *a: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    began = time.monotonic()
+    with pytest.raises(HangError, match="they could not be written: .*No space left"):
+        with Watchdog(tmp_path, 0.5):
+            threading.Event().wait(20)
+    assert time.monotonic() - began < 10
 
 
 # -- workers that die, hang or run out of memory ---------------------------------------------------------------------
