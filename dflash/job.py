@@ -16,7 +16,7 @@ from dflash.attention import DEFAULT_MAX_DENSE_BYTES
 from dflash.config import create_drafter_config
 from dflash.data import Conversation, DataReport, Pack, load_conversations, make_packs, split_held_out
 from dflash.devices import compute_dtype
-from dflash.errors import DataError
+from dflash.errors import ConfigError, DataError
 from dflash.features import CachedFeatures, FeatureSource, make_source
 from dflash.losses import describe_decay
 from dflash.model import DFlashDrafter
@@ -76,6 +76,10 @@ def prepare_data(config: RunConfig) -> Data:
     layer_ids = (default_layer_ids(layers, min(config.target.num_captured, layers)) if wanted is None
                  else validate_layer_ids(wanted, layers))
     end_ids = sorted({*end_token_ids(model_config), tokenizer.eos_token_id} - {None})
+    if config.drafter.warm_start and config.drafter.drafter_layers > layers:
+        raise ConfigError(f"warm_start copies the target's last layers, and the target has {layers}, fewer than "
+                          f"drafter_layers = {config.drafter.drafter_layers}; make the drafter smaller or switch "
+                          "warm_start off")
     asked = config.drafter.mask_token_id
     mask_token_id = (choose_mask_token_id(tokenizer, model_config.vocab_size, end_ids) if asked is None
                      else validate_mask_token_id(asked, tokenizer, model_config.vocab_size, end_ids))

@@ -113,6 +113,9 @@ class TrainOptions:
         for name in ("steps", "packs_per_step", "eval_every", "checkpoint_every", "keep_checkpoints"):
             _require(getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}")
         _require(self.lr > 0 and math.isfinite(self.lr), f"lr must be positive, got {self.lr}")
+        for name in ("weight_decay", "cache_gib"):
+            _require(0 <= getattr(self, name) < math.inf, f"{name} must be at least 0, got {getattr(self, name)}")
+        _require(0 <= self.min_lr_ratio <= 1, f"min_lr_ratio must lie in 0..1, got {self.min_lr_ratio}")
         _require(self.warmup_steps >= 0, f"warmup_steps must be at least 0, got {self.warmup_steps}")
         _require(self.max_grad_norm > 0, f"max_grad_norm must be positive, got {self.max_grad_norm}")
         _require(self.max_minutes is None or 0 < self.max_minutes < math.inf,

@@ -55,6 +55,14 @@ def test_step_beside_the_peer(capsys, tmp_path):
     assert ours["ratio_to_peer"] == pytest.approx(ours["tokens_per_second"] / peer["tokens_per_second"])
 
 
+def test_a_step_of_hours_is_refused(capsys):
+    assert main(["bench", "step", "--device", "cpu", "--dtype", "float32"]) == 2
+    error = capsys.readouterr().err
+    assert main(["bench", "step", *options(TINY), "--device", "cpu", "--path", "fast"]) == 2
+    assert "Triton kernels do not run on cpu; give --path plain or auto" in capsys.readouterr().err
+    assert "would take cpu at least" in error and "give a smaller one, for instance --tokens 512" in error
+
+
 def test_a_missing_peer_is_named(capsys, monkeypatch):
     for name in ("speculators", "speculators.models.dflash.core"):
         monkeypatch.setitem(sys.modules, name, None)

@@ -38,6 +38,8 @@ def test_masked_ids_are_taken_too_and_lengths_must_agree(tmp_path):
     assert conversations[0].input_ids == [5, 6, 7, 8] and conversations[0].loss_mask == [False, False, True, True]
     with pytest.raises(DataError, match="line 1 has 3 input_ids and 2 loss_mask"):
         load_conversations(write(tmp_path / "b.jsonl", [{"input_ids": [5, 6, 7], "loss_mask": [0, 1]}]), None, 64)
+    with pytest.raises(DataError, match="line 1: loss_mask is not a list"):
+        load_conversations(write(tmp_path / "c.jsonl", [{"input_ids": [5, 6, 7], "loss_mask": 1}]), None, 64)
 
 
 def test_ids_outside_the_vocabulary_and_of_another_tokenizer_are_refused(tmp_path):

@@ -91,6 +91,13 @@ def test_a_line_that_is_no_object_and_bad_utf8_are_named(tmp_path):
         load(tmp_path / "b.jsonl")
 
 
+@pytest.mark.parametrize("name", ["a.parquet", "a.arrow", "a.jsonl.gz"])
+def test_a_damaged_archive_is_named(tmp_path, name):
+    (tmp_path / name).write_bytes(b"PAR1 and then nothing of the kind")
+    with pytest.raises(DataError, match=f"{name} cannot be read .*; is it a whole"):
+        load(tmp_path / name)
+
+
 def test_an_empty_file_and_a_missing_one(tmp_path):
     (tmp_path / "a.jsonl").write_text("\n\n")
     with pytest.raises(DataError, match="is empty; wanted at least one conversation"):

@@ -34,6 +34,7 @@ def no_weights(monkeypatch):
     ("changes", "error", "message"),
     [
         ({"gpus": "97"}, ConfigError, r"97.*(this machine|there)"),
+        ({"drafter_layers": 31}, ConfigError, "the target has 30, fewer than drafter_layers = 31"),
         ({"mask_token_id": 2}, TargetError, "mask_token_id 2 is also the"),
         ({"mask_token_id": 49152}, TargetError, "outside the embedding, which has 49152 rows"),
         ({"target_layers": [1, 30]}, TargetError, "layer id 30 is out of range: this target has layers 0 to 29"),
@@ -113,7 +114,8 @@ def test_a_small_run_on_the_real_target(tmp_path):
 def save(tmp_path, step, **options):
     from tiny_models import random_drafter, tiny_target
 
-    return save_checkpoint(tmp_path, step, random_drafter(tiny_target()), "tiny", {"optimizer": {}, "trainer": {}}, **options)
+    state = {"optimizer": {}, "trainer": {}}
+    return save_checkpoint(tmp_path, step, random_drafter(tiny_target()), "tiny", state, **options)
 
 
 def test_only_complete_checkpoints_count(tmp_path):

@@ -8,13 +8,15 @@ from dataclasses import fields
 
 import torch
 
-from dflash import fast_path
+from dflash import fast_path, kernels
 from dflash.bench.timing import environment, free_memory, matmul_ceiling, measure, timing_fields, write_json
 from dflash.bench.workload import StepInputs, StepShape, make_drafter, make_head, make_inputs, matmul_flops
 from dflash.devices import device_named, dtype_named
+from dflash.errors import ConfigError
 from dflash.model import DFlashDrafter
 from dflash.optim import MasterAdamW
 
+LONGEST_STEP = 300.0  # seconds that the matrix products of one step may take
 GAMMA = 10.0
 
 
@@ -59,7 +61,10 @@ def run(args: argparse.Namespace) -> int:
     device, dtype = device_named(args.device), dtype_named(args.dtype)
     shape = StepShape(**{f.name: getattr(args, f.name) for f in fields(StepShape)})
     soft = args.labels == "soft"
+    if args.path in ("fast", "both") and not kernels.usable(device):
+        raise ConfigError(f"the fast path's Triton kernels do not run on {device}; give --path plain or auto")
     ceiling = matmul_ceiling(device, dtype)
+    _refuse_hours(matmul_flops(shape, soft) / ceiling, device)
     inputs = make_inputs(shape, device, dtype, args.seed)
     head = make_head(shape, device, dtype)
     results = []
@@ -91,6 +96,14 @@ def run(args: argparse.Namespace) -> int:
     write_json(args.json, {"bench": "step", "shape": vars(shape), "dtype": args.dtype, "optimizer": args.optimizer,
                            "matmul_ceiling": ceiling, "environment": environment(device), "results": results})
     return 0
+
+
+def _refuse_hours(seconds: float, device: torch.device) -> None:
+    """The default shape is the 27B target's: no machine without a GPU gets through it."""
+    if seconds > LONGEST_STEP:
+        raise ConfigError(f"one step of this shape would take {device} at least {seconds / 60:,.0f} minutes; give a smaller "
+                          "one, for instance --tokens 512 --anchors 64 --block 4 --hidden 576 --layers 2 --heads 9 "
+                          "--kv-heads 3 --head-dim 64 --intermediate 1536 --vocab 49152")
 
 
 def print_table(results: list[dict], ceiling: float) -> None:

@@ -126,6 +126,8 @@ class _RowReader:
             return prompt + response, [False] * len(prompt) + [True] * len(response), True
         if self.use_ids and row.get("input_ids") is not None and row.get("loss_mask") is not None:
             ids = _checked_ids(place, "input_ids", row["input_ids"])
+            if not isinstance(row["loss_mask"], list | tuple):
+                raise DataError(f"{place}: loss_mask is not a list; wanted one entry for each of input_ids")
             mask = [bool(value) for value in row["loss_mask"]]
             if len(ids) != len(mask):
                 raise DataError(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -72,15 +73,19 @@ def data_files(path: str | Path | list, split: str = "train") -> list[Path]:
 
 def iter_rows(path: str | Path | list, split: str = "train") -> Iterator[tuple[str, dict]]:
     """Yield `(place, row)`; a broken line stops with its number."""
+    readers = {".parquet": _parquet_rows, ".arrow": _arrow_rows, ".json": _json_rows}
     for file in data_files(path, split):
-        if file.suffix == ".parquet":
-            yield from _parquet_rows(file)
-        elif file.suffix == ".arrow":
-            yield from _arrow_rows(file)
-        elif file.suffix == ".json":
-            yield from _json_rows(file)
-        else:
-            yield from _jsonl_rows(file)
+        rows = readers.get(file.suffix, _jsonl_rows)(file)
+        while True:
+            try:
+                item = next(rows, None)
+            except DataError:
+                raise
+            except (ValueError, OSError, EOFError, zlib.error) as error:  # a damaged archive; pyarrow's errors are such
+                raise DataError(f"{file} cannot be read ({error}); is it a whole {file.suffix} file?") from error
+            if item is None:
+                break
+            yield item
 
 
 def _jsonl_rows(file: Path) -> Iterator[tuple[str, dict]]:
