@@ -41,6 +41,11 @@ def main(argv: list[str] | None = None) -> int:
     except DFlashError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2
+    except OSError as error:
+        if error.filename is None:
+            raise
+        print(f"{type(error).__name__}: {error.strerror}: {error.filename}", file=sys.stderr)  # a path the user gave
+        return 2
 
 
 if __name__ == "__main__":

@@ -264,9 +264,11 @@ def main(args: argparse.Namespace) -> int:
     options = EvaluateOptions(
         args.run_folder, args.drafter, args.target, args.prompts, args.data, args.limit, args.max_new_tokens,
         args.temperature, args.thinking, args.device, args.dtype, args.seed, args.compare, args.max_draft, args.parity)
+    out = args.json or (run_folder(options.run) / "evaluation.json" if options.run else None)
+    if out:
+        Path(out).parent.mkdir(parents=True, exist_ok=True)  # now, not after the work
     summary = evaluate(options)
     print("\n" + table(summary))
-    out = args.json or (run_folder(options.run) / "evaluation.json" if options.run else None)
     if out:
         written = write_evaluation(summary, out)
         plots = write_plots(summary, written.with_suffix(".png"))

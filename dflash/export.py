@@ -67,8 +67,8 @@ def export_drafter(
     out = Path(out)
     if layout not in FORMATS:
         raise ConfigError(f"format must be one of {', '.join(FORMATS)}, got {layout!r}")
-    if out.exists() and any(out.iterdir()):
-        raise ConfigError(f"{out} is not empty; name a new folder, or empty it")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"{out} is {'not empty' if out.is_dir() else 'a file'}; name a new or empty folder")
     if layout == "dflash":
         save_drafter(drafter, out, target_name)
         return []

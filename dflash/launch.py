@@ -28,10 +28,10 @@ import nbformat
 import yaml
 
 from .errors import ConfigError, DFlashError, RunError
-from .parameters import check_parameters, declared_parameters, help_text
+from .parameters import check_parameters, declared_parameters, help_text, read_notebook
 from .report import build_report
 from .report.notebook_part import Verdict, run_folder, verdict
-from .telemetry import MetricsWriter, metrics_path, read_metrics
+from .telemetry import MetricsWriter, holds_run, metrics_path, read_metrics
 
 OK, CELL_FAILED, REFUSED, INTERRUPTED, KILLED = 0, 1, 2, 130, 138
 AUTOSAVE_SECONDS = 5
@@ -68,13 +68,16 @@ def run_notebook(
     from papermill.exceptions import PapermillExecutionError
 
     notebook, out = Path(notebook), Path(out)
-    source = _read(notebook)
+    source = read_notebook(notebook)
     declared = declared_parameters(source)
     checked = check_parameters(declared, parameters or {})
     if "run_id" in declared and "run_id" not in checked and out.name == "report.ipynb":
         checked["run_id"] = out.resolve().parent.name  # runs/<id>/report.ipynb: the run belongs into that folder
         if ROOT_PARAMETER in declared and ROOT_PARAMETER not in checked:
             checked[ROOT_PARAMETER] = str(out.parent.parent)
+    if "run_id" in declared and out.name == "report.ipynb" and holds_run(out.parent):
+        raise RunError(f"{out.parent} already holds a run, and its report would be overwritten; name another folder, or "
+                       f"go on with it: python -m dflash train --config {out.parent / 'config.yaml'} --resume")
     kernel = kernel or source.metadata.get("kernelspec", {}).get("name") or "python3"
     out.parent.mkdir(parents=True, exist_ok=True)
     start, code = time.monotonic(), OK
@@ -156,17 +159,6 @@ def _exit_code(error: Any) -> int:
     return CELL_FAILED
 
 
-def _read(notebook: Path) -> nbformat.NotebookNode:
-    try:
-        return nbformat.read(notebook, as_version=4)
-    except FileNotFoundError:
-        near = sorted(p.name for p in notebook.parent.glob("*.ipynb")) if notebook.parent.is_dir() else []
-        have = f"; {notebook.parent} has {', '.join(near)}" if near else ""
-        raise RunError(f"there is no notebook {notebook}{have}") from None
-    except Exception as error:
-        raise RunError(f"{notebook} is not a notebook: {error}") from error
-
-
 @contextmanager
 def _terminate_as_interrupt() -> Iterator[None]:
     """SIGTERM as Ctrl-C, so that a scheduler's stop leaves a saved notebook and no orphan kernel."""
@@ -189,7 +181,10 @@ def parameters_from(pairs: list[list[str]], yaml_texts: list[str], yaml_file: st
     found: dict[str, Any] = {}
     texts = [Path(yaml_file).read_text()] if yaml_file else []
     for text in texts + yaml_texts:
-        content = yaml.safe_load(text)
+        try:
+            content = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"parameters {text!r} are not YAML: {' '.join(str(error).split())}") from None
         if not isinstance(content, dict):
             raise ConfigError(f"parameters in YAML must be 'name: value', got {text[:80]!r}")
         found.update(content)
@@ -216,7 +211,7 @@ def add_parser(subparsers: Any) -> None:
 
 def main(arguments: Any) -> int:
     if arguments.parameters:
-        print(help_text(declared_parameters(_read(Path(arguments.notebook)))))
+        print(help_text(declared_parameters(read_notebook(arguments.notebook))))
         return OK
     out = arguments.out or f"runs/{time.strftime('%Y%m%d-%H%M%S')}/report.ipynb"
     try:

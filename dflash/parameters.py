@@ -10,11 +10,12 @@ import ast
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import nbformat
 
-from .errors import ConfigError
+from .errors import ConfigError, RunError
 from .run_config import coerce
 
 TYPES = {"int": int, "float": float, "str": str, "bool": bool, "list": list, "dict": dict, "tuple": tuple}
@@ -46,6 +47,19 @@ class Parameter:
         if isinstance(value, list) and "list" in self.annotation:
             return value
         return coerce(self.name, value, declared)
+
+
+def read_notebook(notebook: str | Path) -> nbformat.NotebookNode:
+    """RunError for a file that is not there, naming its neighbours, or that is no notebook."""
+    notebook = Path(notebook)
+    try:
+        return nbformat.read(notebook, as_version=4)
+    except FileNotFoundError:
+        near = sorted(p.name for p in notebook.parent.glob("*.ipynb")) if notebook.parent.is_dir() else []
+        have = f"; {notebook.parent} has {', '.join(near)}" if near else ""
+        raise RunError(f"there is no notebook {notebook}{have}") from None
+    except Exception as error:  # nbformat raises many kinds
+        raise RunError(f"{notebook} is not a notebook: {' '.join(str(error).split())[:200]}") from error
 
 
 def declared_parameters(notebook: nbformat.NotebookNode) -> dict[str, Parameter]:

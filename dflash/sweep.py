@@ -18,7 +18,7 @@ import nbformat
 
 from .errors import ConfigError
 from .launch import INTERRUPTED, OK, parameters_from, run_notebook
-from .parameters import check_parameters, declared_parameters
+from .parameters import check_parameters, declared_parameters, read_notebook
 from .report.comparison import build_comparison
 from .report.notebook_part import verdict
 
@@ -45,7 +45,7 @@ def sweep(
     say: Any = print,
 ) -> dict[str, int]:
     """Run the grid; exit codes by point. All parameters of all points are checked before the first one runs."""
-    declared = declared_parameters(nbformat.read(notebook, as_version=4))
+    declared = declared_parameters(read_notebook(notebook))
     points = [{**(fixed or {}), **point} for point in grid(axes)]
     for point in points:
         check_parameters(declared, point)
@@ -101,10 +101,7 @@ def main(arguments: Any) -> int:
         (axes if isinstance(value, list) else fixed)[name] = value
     if not axes:
         raise ConfigError("nothing to sweep; name at least one axis, for example -g block_size 4,8,16")
-    try:
-        codes = sweep(arguments.notebook, arguments.folder, axes, fixed)
-    except FileNotFoundError as error:
-        raise ConfigError(f"there is no notebook {arguments.notebook}") from error
+    codes = sweep(arguments.notebook, arguments.folder, axes, fixed)
     failed = [name for name, code in codes.items() if code != OK]
     if failed:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)

@@ -256,6 +256,8 @@ def test_broken_folders(tmp_path):
         import_drafter(folder)
     (tmp_path / "full").mkdir()
     (tmp_path / "full/file").write_text("x")
+    with pytest.raises(ConfigError, match="is a file; name a new or empty folder"):
+        export(drafter, tmp_path / "full/file", "zlab")
     with pytest.raises(ConfigError, match="not empty"):
         export(drafter, tmp_path / "full", "zlab")
 

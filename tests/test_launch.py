@@ -17,7 +17,7 @@ from dflash.__main__ import main as command_line
 from dflash.errors import ConfigError, RunError
 from dflash.launch import CELL_FAILED, INTERRUPTED, KILLED, OK, parameters_from, run_notebook
 from dflash.parameters import check_parameters, declared_parameters, help_text
-from dflash.telemetry import read_metrics
+from dflash.telemetry import Run, read_metrics
 
 ROOT = str(Path(__file__).parent.parent)
 PARAMETERS = """\
@@ -77,6 +77,8 @@ def test_yaml_parameters(tmp_path):
     (tmp_path / "p.yaml").write_text("steps: 3\nlr: 0.1\n")
     found = parameters_from([["lr", "3e-4"]], ["gpus: [5, 6]"], str(tmp_path / "p.yaml"))
     assert found == {"steps": 3, "lr": "3e-4", "gpus": [5, 6]}
+    with pytest.raises(ConfigError, match="are not YAML"):
+        parameters_from([], ["gpus: [1,"], None)
     with pytest.raises(ConfigError, match="must be 'name: value'"):
         parameters_from([], ["gpus"], None)
 
@@ -86,6 +88,26 @@ def test_a_good_notebook_makes_folders_and_a_report(notebook, tmp_path):
     launched = run_notebook(notebook, out, {"gpus": "5,6,7", "soft": "false"}, progress=False, static=True)
     assert launched.code == OK and launched.report == out.with_suffix(".html") and launched.report.exists()
     assert outputs(out)[0][1]["text"] == "5,6,7 10 0.001 False night-1\n"
+
+
+def test_the_report_of_an_earlier_run_is_not_overwritten(notebook, tmp_path):
+    folder = Run.create(tmp_path / "runs", {"steps": 1}, "night-1").path
+    (folder / "report.ipynb").write_text("kept")
+    with pytest.raises(RunError, match="night-1 already holds a run, .*; name another folder, or go on with it"):
+        run_notebook(notebook, folder / "report.ipynb", progress=False, static=True)
+    assert (folder / "report.ipynb").read_text() == "kept"
+
+
+def test_a_path_that_cannot_be_is_one_line(capsys):
+    from dflash import report
+
+    def fail(arguments):
+        open("/no/such/folder/x", "w")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(report, "main", fail)
+        assert command_line(["report", "x"]) == 2
+    assert capsys.readouterr().err == "FileNotFoundError: No such file or directory: /no/such/folder/x\n"
 
 
 def test_plain_papermill_keeps_working(notebook, tmp_path):
