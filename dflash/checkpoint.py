@@ -124,7 +124,8 @@ def latest_checkpoint(run_path: str | Path) -> Path:
         return complete[-1][1]
     torn = [p.name for p in (Path(run_path) / "checkpoints").glob("*") if p.is_dir()]
     more = f"; incomplete: {', '.join(sorted(torn))}" if torn else ""
-    raise RunError(f"{run_path} holds no complete checkpoint{more}")
+    raise RunError(f"{run_path} holds no complete checkpoint{more}; train on from another run, or start this one anew under "
+                   "another run_id")
 
 
 def checkpoint_facts(folder: str | Path) -> dict[str, Any]:
