@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dflash.checkpoint import checkpoint_facts, latest_checkpoint, load_trainer_state, save_checkpoint
-from dflash.telemetry import METRICS_NAME, Run
+from dflash.telemetry import METRICS_NAME, SUPERSEDED_NAME, Run
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from dflash.run_config import RunConfig
     from dflash.training import Engine, Trainer
 
-SUPERSEDED = "superseded.jsonl"
+SUPERSEDED = SUPERSEDED_NAME
 _DECISIVE = ("step", "eval", "fault", "run_end")  # the record is cut only where one of these is past the checkpoint
 
 

@@ -30,6 +30,7 @@ from .sampler import DeviceSampler
 __all__ = ["DeviceSampler", "MetricsWriter", "Run", "holds_run", "metrics_path", "plain", "read_metrics"]
 
 METRICS_NAME = "metrics.jsonl"
+SUPERSEDED_NAME = "superseded.jsonl"  # what resumes cut from the record (`resume`)
 CONFIG_NAME = "config.yaml"
 ENVIRONMENT_NAME = "environment.json"
 FAILURE_NAME = "failure.json"

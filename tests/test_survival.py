@@ -158,6 +158,26 @@ def test_nothing_is_cut_twice_and_older_checkpoints_without_an_offset_are_read(t
     assert sum(r["kind"] == "resume" for r in read_metrics(run.path)[0]) == 1
 
 
+def test_a_follower_of_the_record_sees_each_step_once_after_a_resume(tmp_path):
+    from dflash.dashboard.series import RunSeries
+
+    run = Run.create(tmp_path, {}, "r")
+    run.metrics.write("step", step=1, loss=1.0, tokens=10)
+    folder = save(run.path, 1, facts={"metrics_offset": run.metrics.offset})
+    for step in (2, 3):
+        run.metrics.write("step", step=step, loss=1.0, tokens=10)
+    run.end("failed")
+    series = RunSeries(run.path)
+    series.follow()
+    assert series.tokens == 30 and series.run_end is not None
+    again = Run.open(run.path)
+    rewind_record(again, folder)
+    for step in (2, 3, 4, 5):
+        again.metrics.write("step", step=step, loss=1.0, tokens=10)
+    series.follow()
+    assert series.tokens == 50 and series.run_end is None and series.last_step["step"] == 5
+
+
 def test_a_run_that_failed_and_was_resumed_has_every_step_once(material, tmp_path, monkeypatch):  # noqa: F811
     """The unbroken run's losses, through the command line and threads."""
     fixed = dict(gpus="cpu:2", target_gpus="cpu:1", checkpoint_every=3)

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ..telemetry import read_metrics
+from ..telemetry import SUPERSEDED_NAME, metrics_path, read_metrics
 
 MAX_BUCKETS = 700  # drawn as an envelope (two points a bucket) this stays below 1,500 points a trace
 MAX_ROWS = 160  # columns of the heat map
@@ -166,10 +166,14 @@ class RunSeries:
         self.warmups: list[dict[str, Any]] = []
         self.checkpoints: list[dict[str, Any]] = []
         self._smooth = self._smooth_weight = self._smooth_accept = self._accept_weight = 0.0
+        self._cut = 0
 
     def follow(self, chunk: int = 1 << 20) -> int:
         """Read what has been appended since the last call; the number of new records."""
         new = 0
+        if self._was_rewound():
+            with self.lock:
+                self._begin_again()
         while True:
             records, offset = read_metrics(self.path, self.offset, max_bytes=chunk)
             if offset == self.offset:
@@ -180,6 +184,21 @@ class RunSeries:
                     self.add(record)
             new += len(records)
         return new
+
+    def _was_rewound(self) -> bool:
+        """Whether a resume has put the record back since the last look: what it cut is in `superseded.jsonl`."""
+        try:
+            cut = metrics_path(self.path).with_name(SUPERSEDED_NAME).stat().st_size
+        except OSError:
+            cut = 0
+        before, self._cut = self._cut, cut
+        return bool(self.offset) and before != cut
+
+    def _begin_again(self) -> None:
+        """Forget everything and read the record from its start; called under the lock."""
+        lock, cut = self.lock, self._cut
+        self.__init__(self.path)
+        self.lock, self._cut = lock, cut
 
     def add(self, record: dict[str, Any]) -> None:
         """Fold one record in; unknown kinds are ignored."""
