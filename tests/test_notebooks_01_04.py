@@ -116,7 +116,7 @@ def test_launches_and_probes_as_rows_and_a_timeline():
     shown = timeline_bundle(off)
     assert "2 calls in 2 threads" in shown["text/plain"] and shown["image/png"]
     drawn = timeline_text(spans, ["a", "b"]).splitlines()
-    assert drawn[1].startswith("a ") and drawn[1].count("#") > 4 * drawn[2].count("-") > 0
+    assert drawn[1].startswith("a ") and drawn[1].count("#") > 3 * drawn[2].count("-") > 0
     assert timeline_bundle(ColdReport(True, ["cpu"], 2))["image/png"]  # no process finished a call
     probes = [ProbeResult("p", on, "clean" if on else "fault", "why\nmore", 1.0) for on in (False, True)]
     assert probe_rows(probes) == [{"probe": "p", "protection off": "fault", "protection on": "clean",
