@@ -21,13 +21,12 @@ from dflash.acceptance import evaluate_acceptance, summarize, walk_packs
 from dflash.checkpoint import checkpoints, latest_checkpoint
 from dflash.data import ChatRenderer, Conversation, Pack, load_conversations, make_packs
 from dflash.devices import device_named, dtype_named
-from dflash.drafter_io import SETTINGS, load_drafter, read_settings
 from dflash.errors import ConfigError, RunError
 from dflash.evaluation import Prompt, compare_modes, evaluate_prompts, summarize_prompts, thinking_mode
 from dflash.evaluation_view import write_plots
+from dflash.export import drafter_layout, open_drafter
 from dflash.features import OnlineFeatures
 from dflash.job import prepare_data
-from dflash.model import DFlashDrafter
 from dflash.parity import parity_check
 from dflash.run_config import RunConfig
 from dflash.target import Target, load_target
@@ -132,24 +131,6 @@ def evaluate(options: EvaluateOptions, say=print) -> dict[str, Any]:
             if not parity.agrees:
                 summary["warnings"].append(parity.message())
     return summary
-
-
-def drafter_layout(folder: str | Path) -> dict[str, Any]:
-    """`drafter.json`'s content for a drafter folder of any known layout."""
-    if (Path(folder) / SETTINGS).is_file():
-        return read_settings(folder)
-    from dflash.export import read_layout
-
-    return read_layout(folder)
-
-
-def open_drafter(folder: str | Path, target: Target, dtype: torch.dtype) -> DFlashDrafter:
-    """A drafter from a checkpoint of this package, or from a z-lab or speculators folder."""
-    if (Path(folder) / SETTINGS).is_file():
-        return load_drafter(folder, target, dtype=dtype)
-    from dflash.export import import_drafter
-
-    return import_drafter(folder, target, dtype=dtype)
 
 
 def held_out_packs(conversations: Sequence[Conversation]) -> list[Pack]:

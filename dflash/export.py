@@ -206,6 +206,17 @@ def import_drafter(
     return drafter
 
 
+def drafter_layout(folder: str | Path) -> dict[str, Any]:
+    """`drafter.json`'s content for a drafter folder of any known layout."""
+    return read_own_settings(folder) if (Path(folder) / SETTINGS).is_file() else read_layout(folder)
+
+
+def open_drafter(folder: str | Path, target: Any, dtype: torch.dtype, **options: Any) -> DFlashDrafter:
+    """A drafter from a checkpoint of this package, or from a z-lab or speculators folder."""
+    load = load_drafter if (Path(folder) / SETTINGS).is_file() else import_drafter
+    return load(folder, target, dtype=dtype, **options)
+
+
 def read_any(folder: str | Path, approximate: bool = False) -> tuple[DFlashDrafter, dict[str, Any]]:
     """A drafter without a target from a folder of any layout, and its settings."""
     if (Path(folder) / SETTINGS).is_file():

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from dflash.config import create_drafter_config
 from dflash.data import Conversation, DataReport, Pack, load_conversations, make_packs, split_held_out
 from dflash.devices import compute_dtype
 from dflash.errors import ConfigError, DataError
+from dflash.export import drafter_layout, open_drafter
 from dflash.features import CachedFeatures, FeatureSource, make_source
 from dflash.losses import describe_decay
 from dflash.model import DFlashDrafter
@@ -72,6 +73,7 @@ def prepare_data(config: RunConfig) -> Data:
     model_config = load_config(source)
     tokenizer = load_tokenizer(source, model_config)
     layers = model_config.num_hidden_layers
+    config = like_its_start(config)
     wanted = config.target.target_layers
     layer_ids = (default_layer_ids(layers, min(config.target.num_captured, layers)) if wanted is None
                  else validate_layer_ids(wanted, layers))
@@ -102,6 +104,27 @@ def prepare_data(config: RunConfig) -> Data:
     return Data(train, held_out, make_packs(train, options.pack_length, seed=config.train.seed, pad_token_id=pad),
                 make_packs(held_out, options.pack_length, pad_token_id=pad) if held_out else [], report, layer_ids,
                 mask_token_id)
+
+
+def like_its_start(config: RunConfig) -> RunConfig:
+    """`config` with the captured layers and the mask token of the drafter that training starts from.
+
+    Raises: ConfigError when a setting says otherwise than that drafter.
+    """
+    folder = config.drafter.start_from
+    if folder is None:
+        return config
+    layout = drafter_layout(folder)
+    for name, asked, found in (
+        ("block_size", config.drafter.block_size, layout["block_size"]),
+        ("target_layers", config.target.target_layers, tuple(layout["target_layer_ids"])),
+        ("mask_token_id", config.drafter.mask_token_id, layout["mask_token_id"]),
+    ):
+        if asked is not None and asked != found:
+            raise ConfigError(f"{name} is {asked}, the drafter in {folder} was made with {found}; pass {name}={found}, or "
+                              "leave start_from empty")
+    return replace(config, target=replace(config.target, target_layers=tuple(layout["target_layer_ids"])),
+                   drafter=replace(config.drafter, mask_token_id=layout["mask_token_id"]))
 
 
 def _part(conversations: list[Conversation], held_out: int) -> tuple[list[Conversation], list[Conversation]]:
@@ -162,6 +185,13 @@ def capture_features(job: Job, say: Say) -> None:
 def make_drafter(config: RunConfig, target: Target, data: Data, device: torch.device | str) -> DFlashDrafter:
     """A drafter for this target, with the start that the settings ask for. Seeded, the same on every device."""
     options = config.drafter
+    dtype = compute_dtype(config.train.dtype, device)
+    running = {"attention_backend": None if options.attention == "auto" else options.attention,
+               "max_dense_bytes": int(options.max_dense_gib * 2**30) if options.max_dense_gib else DEFAULT_MAX_DENSE_BYTES}
+    if options.start_from is not None:
+        drafter = open_drafter(options.start_from, target, dtype, device=device, **running)
+        drafter.max_anchors = options.max_anchors
+        return drafter
     ids = draft_vocabulary(data.conversations, options.draft_vocab, target.end_ids)
     shape = create_drafter_config(target.config, options.drafter_layers,
                                   draft_vocab_size=None if ids is None else ids.numel())
@@ -170,12 +200,11 @@ def make_drafter(config: RunConfig, target: Target, data: Data, device: torch.de
         torch.manual_seed(config.train.seed)
         drafter = DFlashDrafter(
             shape, data.layer_ids, options.block_size, options.max_anchors, data.mask_token_id,
-            attention_backend=None if options.attention == "auto" else options.attention,
-            max_dense_bytes=int(options.max_dense_gib * 2**30) if options.max_dense_gib else DEFAULT_MAX_DENSE_BYTES,
+            **running,
         )
     if options.warm_start:
         warm_start(drafter, target.decoder.layers, target.decoder.norm)
-    drafter.to(device, compute_dtype(config.train.dtype, device))
+    drafter.to(device, dtype)
     drafter.load_target_head(target.embed_weight, target.head_weight, ids)
     return drafter
 

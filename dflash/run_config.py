@@ -70,6 +70,7 @@ class DrafterOptions:
     mask_token_id: int | None = None  # None: an unused token of the target
     draft_vocab: int | None = None  # propose only this many most frequent tokens; 0: those in the data; None: all
     warm_start: bool = True  # copy the target's last layers instead of random weights
+    start_from: str | None = None  # start from the drafter in this folder (own checkpoint, z-lab or speculators layout)
     attention: str = "auto"  # "auto", "flex", "triton", "sdpa" or "sdpa_chunked"
     max_dense_gib: float = 2.0  # bound of the dense backends
 

@@ -281,3 +281,31 @@ def test_command_round_trip_and_dtype(tmp_path, capsys):
     last = load_drafter(tmp_path / "d")
     assert all(torch.equal(last.state_dict()[n], v.bfloat16()) for n, v in drafter.state_dict().items())
     assert main(["export", "--format", "zlab", "--out", str(tmp_path / "q")]) == 2
+
+
+@pytest.mark.parametrize("layout", ["dflash", "zlab", "speculators"])
+def test_training_starts_from_a_published_drafter(tmp_path, layout):
+    """`start_from` takes any layout: the first weights are the published ones, and settings that disagree are refused."""
+    from types import SimpleNamespace
+
+    from dflash.job import like_its_start, make_drafter
+    from dflash.run_config import RunConfig
+
+    target = tiny_target()
+    published = random_drafter(target, block_size=5)
+    folder = tmp_path / layout
+    if layout == "dflash":
+        save_drafter(published, folder, "tiny")
+    else:
+        export_drafter(published, folder, layout, "tiny", num_target_layers=4)
+    config = like_its_start(RunConfig.from_parameters(start_from=str(folder), block_size=5, max_anchors=3, dtype="float32"))
+    assert config.target.target_layers == tuple(target.layer_ids)
+    assert config.drafter.mask_token_id == published.mask_token_id
+    drafter = make_drafter(config, target, SimpleNamespace(conversations=[]), "cpu")
+    assert drafter.max_anchors == 3 and drafter.block_size == 5 and drafter.lm_head.shape[0] > 0
+    for (name, ours), theirs in zip(drafter.named_parameters(), published.parameters(), strict=True):
+        assert torch.equal(ours, theirs), name
+    with pytest.raises(ConfigError, match="block_size is 4, the drafter in .* was made with 5; pass block_size=5"):
+        like_its_start(RunConfig.from_parameters(start_from=str(folder), block_size=4))
+    with pytest.raises(ConfigError, match="neither drafter.json nor config.json"):
+        like_its_start(RunConfig.from_parameters(start_from=str(tmp_path)))
