@@ -31,7 +31,7 @@ train-gpu:
 	$(MAKE) train PARAMETERS="-p gpus 0 -p data data/smollm2_greedy.parquet \
 	    -p held_out_data data/smollm2_conversations.jsonl -p held_out 64 -r max_conversations '' -r draft_vocab '' \
 	    -p drafter_layers 4 -p num_captured 5 -p block_size 8 -p max_anchors 512 -p pack_length 4096 -r gamma 4.0 \
-	    -p steps 4000 -p lr 1e-3 -r max_minutes 5 -p eval_every 250 $(PARAMETERS)"
+	    -p steps 4000 -p lr 1e-3 -r max_minutes 5 -p eval_every 250 -p checkpoint_every 500 $(PARAMETERS)"
 
 test: env
 	$(BIN)/python -m pytest -q -m "not heavy"
