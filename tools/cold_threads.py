@@ -31,6 +31,7 @@ def main() -> int:
     parser.add_argument("--unprotected-processes", type=int, default=None, help="default: --processes")
     parser.add_argument("--limit", type=float, default=120.0, help="seconds after which a process counts as hung")
     parser.add_argument("--budget", type=float, default=math.inf, help="seconds for each mode; fewer processes then")
+    parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
     parser.add_argument("--noise", action="store_true", help="one more thread traces with FX in a loop")
     parser.add_argument("--json", type=Path, default=None)
     args = parser.parse_args()
@@ -43,12 +44,12 @@ def main() -> int:
             print(f"{name} {index + 1}/{count}: {outcome} after {seconds:.1f} s", flush=True)
 
         results.append(run_cold(count, protect, args.devices.split(","), args.threads, args.repeats, args.limit,
-                                args.noise, budget=args.budget, on_process=say))
+                                args.noise, budget=args.budget, on_process=say, jobs=args.jobs))
     print()
     for result in results:
         print(result)
         for outcome, detail in result.details.items():
-            print(f"  first {outcome}: {detail[:500]}")
+            print(f"  first {outcome}: {detail[-1500:]}")
     target = args.json
     if target is None and os.environ.get("OUT"):
         target = Path(os.environ["OUT"]) / f"cold_threads_{args.devices.replace(':', '').replace(',', '_')}.json"

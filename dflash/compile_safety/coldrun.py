@@ -13,6 +13,7 @@ function returns afterwards in the main thread alone; and agree with dense float
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import math
 import sys
@@ -20,6 +21,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -52,8 +54,13 @@ class ColdReport:
         counts = ", ".join(f"{count} {outcome}" for outcome, count in sorted(self.outcomes.items()))
         mean = sum(self.seconds) / max(1, len(self.seconds))
         mode = "protected" if self.protected else "unprotected"
-        return (f"{mode}: {sum(self.outcomes.values())} processes x {self.threads} threads on "
+        text = (f"{mode}: {sum(self.outcomes.values())} processes x {self.threads} threads on "
                 f"{', '.join(self.devices)}: {counts}; {mean:.1f} s a process")
+        ends = [max((s["start"] + s["seconds"] for s in line if s["name"] == "first call"), default=0.0)
+                for line in self.timelines]
+        if not ends:
+            return text
+        return f"{text}, of it {sum(ends) / len(ends):.1f} s until every thread had made its first call"
 
 
 def run_cold(
@@ -67,8 +74,9 @@ def run_cold(
     backend: str = "inductor",
     budget: float = math.inf,
     on_process: Callable[[int, str, float], None] | None = None,
+    jobs: int = 1,
 ) -> ColdReport:
-    """Run the launch `processes` times, one process after another, and count the outcomes.
+    """Run the launch `processes` times and count the outcomes.
 
     Args:
         devices: e.g. ["cpu"], ["cuda:0"] or ["cuda:0", "cuda:1"]; thread i runs on devices[i % len].
@@ -76,26 +84,32 @@ def run_cold(
         noise: one more thread traces with FX in a loop.
         budget: seconds after which no further process is started.
         on_process: told (index, outcome, seconds) after each process.
+        jobs: processes at a time. Each one compiles on several cores: too many make one another slow.
     """
     result = ColdReport(protect, devices, threads)
     outcomes: Counter[str] = Counter()
     arguments = ["--devices", ",".join(devices), "--threads", str(threads), "--repeats", str(repeats),
                  "--backend", backend, *(["--protect"] if protect else []), *(["--noise"] if noise else [])]
-    begin = time.perf_counter()
-    for index in range(processes):
+    begin, lock = time.perf_counter(), threading.Lock()
+
+    def one(index: int) -> None:
         if time.perf_counter() - begin > budget:
-            break
-        run = run_isolated(__name__, arguments, limit)
+            return
+        run = run_isolated(__name__, [*arguments, "--stacks", str(0.7 * limit)], limit)
         outcome, detail = _classify(run)
-        outcomes[outcome] += 1
-        if outcome != "ok":
-            result.details.setdefault(outcome, detail)
-        if run.value:
-            result.thread_faults += len(run.value["errors"])
-            result.timelines.append(run.value["timeline"])
-        result.seconds.append(round(run.seconds, 2))
-        if on_process:
-            on_process(index, outcome, run.seconds)
+        with lock:
+            outcomes[outcome] += 1
+            if outcome != "ok":
+                result.details.setdefault(outcome, detail)
+            if run.value:
+                result.thread_faults += len(run.value["errors"])
+                result.timelines.append(run.value["timeline"])
+            result.seconds.append(round(run.seconds, 2))
+            if on_process:
+                on_process(index, outcome, run.seconds)
+
+    with ThreadPoolExecutor(jobs) as pool:
+        list(pool.map(one, range(processes)))
     result.outcomes = dict(outcomes)
     return result
 
@@ -280,7 +294,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--backend", default="inductor")
     parser.add_argument("--protect", action="store_true")
     parser.add_argument("--noise", action="store_true")
+    parser.add_argument("--stacks", type=float, default=None, help="seconds after which all stacks are printed")
     args = parser.parse_args(argv)
+    if args.stacks:
+        faulthandler.dump_traceback_later(args.stacks)
     report(_launch(args.devices.split(","), args.threads, args.repeats, args.protect, args.noise, args.backend))
     return 0
 
