@@ -3,6 +3,7 @@
     runs/<id>/checkpoints/step-00000200/
         drafter.safetensors, drafter.json   the drafter alone, what decoding and export read
         trainer.pt                          float32 masters, moments, step; read with weights_only
+        shards/                             masters and moments instead, where the drafter is sharded (`shards`)
         complete.json                       written last; names every file with its size
 
 A checkpoint is written beside its final name, flushed to disk, marked complete and renamed. A folder without a true
@@ -17,13 +18,14 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 
+from dflash import shards
 from dflash.drafter_io import save_drafter
 from dflash.errors import RunError
 from dflash.model import DFlashDrafter
@@ -39,7 +41,8 @@ def checkpoint_folder(run_path: str | Path, step: int) -> Path:
 
 
 def save_checkpoint(run_path: str | Path, step: int, drafter: DFlashDrafter, target_name: str, state: Mapping[str, Any],
-                    keep: int = 2, protect: int | None = None, facts: Mapping[str, Any] | None = None) -> Path:
+                    keep: int = 2, protect: int | None = None, facts: Mapping[str, Any] | None = None,
+                    write_shards: Callable[[Path], None] | None = None) -> Path:
     """Write the checkpoint of `step` and drop all but the newest `keep` complete ones and the best.
 
     Args:
@@ -47,6 +50,7 @@ def save_checkpoint(run_path: str | Path, step: int, drafter: DFlashDrafter, tar
         protect: step of a checkpoint to keep whatever its age, besides the best.
         facts: plain values for the mark, read without loading the state. `acceptance_length` (held out, at this step)
             decides which one is the best; `metrics_offset` is where the run's record stood.
+        write_shards: has every rank write its shards into the folder it is given; RunError where one cannot.
 
     Raises: RunError when the disk refuses, with the older checkpoints untouched.
     """
@@ -58,10 +62,13 @@ def save_checkpoint(run_path: str | Path, step: int, drafter: DFlashDrafter, tar
         beside.mkdir(parents=True)
         save_drafter(drafter, beside, target_name)
         torch.save({"step": step, **state}, beside / TRAINER)
-        files = sorted(p for p in beside.iterdir() if p.is_file())
+        if write_shards is not None:
+            write_shards(beside / shards.FOLDER)
+            _flush(beside / shards.FOLDER)
+        files = sorted(p for p in beside.rglob("*") if p.is_file())
         for path in files:
             _flush(path)
-        sizes = {p.name: p.stat().st_size for p in files}
+        sizes = {p.relative_to(beside).as_posix(): p.stat().st_size for p in files}
         (beside / MARK).write_text(json.dumps({"step": step, **(facts or {}), "files": sizes}))
         _flush(beside / MARK)
         _flush(beside)
@@ -71,7 +78,7 @@ def save_checkpoint(run_path: str | Path, step: int, drafter: DFlashDrafter, tar
         beside.rename(final)
         _flush(final.parent)
         shutil.rmtree(aside, ignore_errors=True)
-    except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors wrap what the disk says
+    except (OSError, RuntimeError, RunError, SafetensorError) as error:  # torch and safetensors wrap what the disk says
         shutil.rmtree(beside, ignore_errors=True)
         _put_back(Path(run_path))
         raise RunError(
@@ -145,12 +152,19 @@ def best_checkpoint(run_path: str | Path) -> Path | None:
     return max(scored)[2] if scored else None
 
 
-def load_trainer_state(folder: str | Path) -> dict[str, Any]:
-    """`trainer.pt` of a complete checkpoint, on the CPU. Raises RunError for an incomplete one."""
+def load_trainer_state(folder: str | Path, whole: bool = True) -> dict[str, Any]:
+    """`trainer.pt` of a complete checkpoint, on the CPU. Raises RunError for an incomplete one.
+
+    Args:
+        whole: put shards together, so that `optimizer` is what a whole drafter loads; False leaves it as it lies there.
+    """
     folder = Path(folder)
     if not is_complete(folder):
         raise RunError(f"{folder} is not a complete checkpoint; use the newest complete one of its run")
-    return torch.load(folder / TRAINER, map_location="cpu", weights_only=True)
+    state = torch.load(folder / TRAINER, map_location="cpu", weights_only=True)
+    if whole and state.get("optimizer", {}).get("sharded"):
+        state["optimizer"] = shards.read_whole(folder / shards.FOLDER, state["optimizer"])
+    return state
 
 
 def prune(run_path: str | Path, keep: int, protect: int | None = None) -> None:

@@ -88,7 +88,12 @@ class DraftLayer(nn.Module):
             }
         )
 
-    def forward(self, x: Tensor, context_kv: tuple[Tensor, Tensor], rotary: Rotary, attend) -> Tensor:
+    def forward(self, x: Tensor, context_kv: tuple[Tensor, Tensor] | None, rotary: Rotary, attend,
+                context: tuple[Tensor, Rotary] | None = None) -> Tensor:
+        """x: [1, Q, H]. The context is given as keys and values, or as its states [1, T, H] with their rotary tables:
+        then all that uses this layer's weights happens inside this call, which is when they are there if sharded."""
+        if context_kv is None:
+            context_kv = self.self_attn.keys_values(*context)
         x = x + self.self_attn(self.input_layernorm(x), context_kv, rotary, attend)  # [1, Q, H]
         y = self.post_attention_layernorm(x)
         return x + self.mlp["down_proj"](F.silu(self.mlp["gate_proj"](y)) * self.mlp["up_proj"](y))

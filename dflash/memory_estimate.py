@@ -88,8 +88,14 @@ def estimate(config: RunConfig, drafter_config: DrafterConfig, target_config: An
         dtype = compute_dtype(config.train.dtype, device)
         parameters, size = drafter_config.parameter_count(captured), dtype.itemsize
         here = found[device]
-        here.add("drafter", parameters * (size + size + (0 if size == 4 else 4) + 4))  # weights, grads, masters, grads
-        here.add("optimizer", 8 * parameters)
+        sharded = config.runtime.drafter_parallel == "fsdp2"
+        shards = len(topology.drafters) if sharded else 1
+        if sharded:
+            here.add("drafter", parameters * (4 + 4) / shards)  # float32 weights and gradients
+            here.add("gathered", _gathered_bytes(drafter_config, parameters, captured, size))
+        else:
+            here.add("drafter", parameters * (size + size + (0 if size == 4 else 4) + 4))  # weights, grads, masters, grads
+        here.add("optimizer", 8 * parameters / shards)
         vocabulary = drafter_config.vocab_size + (drafter_config.draft_vocab_size or drafter_config.vocab_size)
         here.add("target's head", vocabulary * hidden * size)
         if not topology.serial:
@@ -131,8 +137,10 @@ _KNOBS = {
     "capture": "Use a shorter pack_length or a smaller num_captured",
     "queue": "Use a smaller queue_depth or a shorter pack_length",
     "activations": "Use fewer max_anchors, a smaller block_size or a shorter pack_length",
-    "drafter": "Use fewer drafter_layers, or keep the target off this device (gpus, target_gpus)",
-    "optimizer": "Use fewer drafter_layers, or keep the target off this device (gpus, target_gpus)",
+    "gathered": "Use fewer drafter_layers, or keep the target off this device (gpus, target_gpus)",
+    **dict.fromkeys(
+        ("drafter", "optimizer"), "Use fewer drafter_layers, shard the drafter over its GPUs (drafter_parallel=fsdp2 with "
+                                  "launcher=torchrun), or keep the target off this device (gpus, target_gpus)"),
     "target's head": "Use a smaller draft_vocab, or keep the target off this device (gpus, target_gpus)",
 }
 
@@ -143,6 +151,14 @@ def _available(device: torch.device) -> int | None:
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device)
     return memory_total()
+
+
+def _gathered_bytes(drafter: DrafterConfig, parameters: int, captured: int, size: int) -> int:
+    """What a rank holds beside its shards: the parts outside the layers and two layers, each with its gradient and the
+    float32 copy that is sent."""
+    outside = captured * drafter.hidden_size**2
+    layer = (parameters - outside) // drafter.num_hidden_layers
+    return (outside + min(2, drafter.num_hidden_layers) * layer) * (2 * size + 4)
 
 
 def _capture_bytes(target_config: Any, tokens: int, size: int) -> int:

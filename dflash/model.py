@@ -224,7 +224,7 @@ class DFlashDrafter(nn.Module):
             def attend(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask = layer_mask) -> Tensor:
                 return attention(q, k, v, mask, backend, self.max_dense_bytes)
 
-            x = layer(x, layer.self_attn.keys_values(context, context_rotary), rotary, attend)
+            x = layer(x, None, rotary, attend, (context, context_rotary))
         return self.norm(x)[0].unflatten(0, (-1, self.block_size))
 
     def _denoise_fast(

@@ -57,7 +57,7 @@ class MasterAdamW:
     def step(self, lr: float) -> Tensor:
         """Clip to `max_grad_norm`, update, copy back, zero the gradients. Returns the norm before clipping (scalar,
         on the device, not finite when the step was skipped)."""
-        norm = torch.nn.utils.get_total_norm(self.gradients)
+        norm = self._norm()
         finite = torch.isfinite(norm)
         factor = torch.where(finite, (self.max_grad_norm / (norm + 1e-6)).clamp(max=1.0), 1.0)
         torch._foreach_mul_(self.gradients, factor)
@@ -77,6 +77,10 @@ class MasterAdamW:
         else:
             torch._foreach_zero_(self.gradients)
         return norm
+
+    def _norm(self) -> Tensor:
+        """Norm of all gradients together, scalar."""
+        return torch.nn.utils.get_total_norm(self.gradients)
 
     @torch.no_grad()
     def first_non_finite(self, names: Iterable[str]) -> str | None:

@@ -2,8 +2,8 @@
 
 Packs, their order and their anchors are pure functions of the settings and the step (`plan`), and nothing else in
 training draws a random number, so the step is the whole state of every worker's generator and of the data position.
-Weights, masters and moments are the same on every replica, so one copy is saved, and a run may go on with another
-number of drafters, in threads or under torchrun alike.
+Weights, masters and moments are the same on every replica, so one copy is saved (of a sharded drafter: its shards, each
+once), and a run may go on with another number of drafters, sharded or not, in threads or under torchrun alike.
 
 The record (`metrics.jsonl`) goes back to where it stood when the checkpoint was made: what came after it is moved to
 `superseded.jsonl`, so that no step is on record twice, and a `resume` record says so.
@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ from dflash.telemetry import METRICS_NAME, SUPERSEDED_NAME, Run
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from dflash.model import DFlashDrafter
     from dflash.plan import Planner
     from dflash.run_config import RunConfig
     from dflash.training import Engine, Trainer
@@ -37,14 +39,25 @@ def save_training(run: Run, config: RunConfig, engine: Engine, trainer: Trainer,
     state = {"optimizer": replica.optimizer.state_dict(), "trainer": trainer.state_dict(),
              "plan": plan_fingerprint(trainer.planner)}
     facts = {"acceptance_length": trainer.acceptance_at(step), "metrics_offset": run.metrics.offset}
-    return save_checkpoint(run.path, step, replica.drafter, config.target.target, state,
-                           keep=config.train.keep_checkpoints, facts=facts)
+    with whole_drafter(engine) as drafter:
+        return save_checkpoint(run.path, step, drafter, config.target.target, state, keep=config.train.keep_checkpoints,
+                               facts=facts, write_shards=getattr(engine, "write_shards", None))
 
 
-def load_training(run: Run, say: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
-    """State of the newest complete checkpoint, with the run's record put back to it. `state["step"]` is its step."""
+def whole_drafter(engine: Engine) -> AbstractContextManager[DFlashDrafter]:
+    """The drafter with all of its weights, for as long as the block lasts where it has to be gathered."""
+    gather = getattr(engine, "whole", None)
+    return nullcontext(engine.replica.drafter) if gather is None else gather()
+
+
+def load_training(run: Run, say: Callable[[str], None] = lambda line: None, whole: bool = True) -> dict[str, Any]:
+    """State of the newest complete checkpoint, with the run's record put back to it. `state["step"]` is its step.
+
+    Args:
+        whole: as for `load_trainer_state`.
+    """
     folder = latest_checkpoint(run.path)
-    state = load_trainer_state(folder)
+    state = load_trainer_state(folder, whole)
     torn = sorted(p.name for p in folder.parent.iterdir() if p.is_dir() and p.name > folder.name)
     if torn:
         say(f"passed over, not complete: {', '.join(torn)}")

@@ -143,12 +143,18 @@ class RuntimeOptions:
     target_gpus: str | int | list | None = None  # target GPUs; empty: all that do not draft
     gpus_per_target: int = 1  # shard one target over this many GPUs
     launcher: str = "threads"  # "threads" (this process) or "torchrun"
+    drafter_parallel: str = "replicate"  # "replicate": whole drafters; "fsdp2": shards of one (torchrun only)
     queue_depth: int = 2  # packs of features in flight between targets and drafters
     protect: bool = True  # warmup, seal and thread-aware tracing around compiled attention
     watchdog_seconds: float = 600.0  # no completed step for this long ends the run with all stacks
 
     def __post_init__(self) -> None:
         _require(self.launcher in ("threads", "torchrun"), f"launcher must be threads or torchrun, got {self.launcher!r}")
+        _require(self.drafter_parallel in ("replicate", "fsdp2"),
+                 f"drafter_parallel must be replicate or fsdp2, got {self.drafter_parallel!r}")
+        _require(self.drafter_parallel == "replicate" or self.launcher == "torchrun",
+                 "drafter_parallel=fsdp2 shards a drafter over processes, and launcher=threads has one; use "
+                 "launcher=torchrun, or drafter_parallel=replicate")
         _require(self.queue_depth >= 1, f"queue_depth must be at least 1, got {self.queue_depth}")
         _require(self.gpus_per_target >= 1, f"gpus_per_target must be at least 1, got {self.gpus_per_target}")
         _require(0 < self.watchdog_seconds < math.inf,

@@ -46,8 +46,12 @@ class Replica:
     def __init__(self, drafter: DFlashDrafter, options: TrainOptions):
         self.drafter = drafter
         self.options = options
-        self.optimizer = MasterAdamW(drafter.parameters(), betas=options.betas, weight_decay=options.weight_decay,
-                                     max_grad_norm=options.max_grad_norm)
+        self.optimizer = self._make_optimizer()
+
+    def _make_optimizer(self) -> MasterAdamW:
+        options = self.options
+        return MasterAdamW(self.drafter.parameters(), betas=options.betas, weight_decay=options.weight_decay,
+                           max_grad_norm=options.max_grad_norm)
 
     @property
     def device(self) -> torch.device:

@@ -58,6 +58,18 @@ def test_shared_devices_add_up_and_sharded_targets_divide():
     assert shards[torch.device("cuda:0")].parts["target"] * 2 == pytest.approx(alone.parts["target"], rel=1e-6)
 
 
+def test_shards_of_a_drafter_divide_what_whole_ones_repeat():
+    config, drafter = story_config(drafter_parallel="fsdp2", launcher="torchrun"), create_drafter_config()
+    topology = decide(config.runtime, 8)
+    shard = estimate(config, drafter, story_target(), topology, have(topology, 139))[torch.device("cuda:5")]
+    count = drafter.parameter_count(5)
+    assert shard.parts["drafter"] == count * 8 // 3 and shard.parts["optimizer"] == count * 8 // 3
+    layer = 2 * 5120 * 4096 + 2 * 5120 * 1024 + 3 * 5120 * 17408  # q and o, k and v, MLP
+    assert shard.parts["gathered"] == pytest.approx((5 * 5120**2 + 2 * layer) * 8, rel=1e-3)  # bfloat16 twice, float32
+    whole = estimate(story_config(), drafter, story_target(), topology, have(topology, 139))[torch.device("cuda:5")]
+    assert shard.need < whole.need - 8 * GIB
+
+
 def test_counts_are_those_of_the_models():
     target = tiny_target()
     total = sum(p.numel() for p in target.model.parameters())

@@ -37,6 +37,15 @@ def test_losses_and_weights_are_those_of_the_serial_reference(reference, drafter
     assert reference[0][-1] < reference[0][0]
 
 
+def test_shards_of_one_drafter_give_the_serial_numbers(reference):
+    """4 packs over 3 drafters: two of them join the second pass with nothing."""
+    ran = run_torchrun(job(), topology("cpu:3", None), 20, sharded=True)
+    assert ran["code"] == 0, ran["output"]
+    assert ran["result"]["losses"] == pytest.approx(reference[0], abs=1e-6)
+    assert float((ran["result"]["weights"] - reference[1]).abs().max()) < 1e-6
+    assert ran["result"]["held"] < 0.36 * reference[1].numel()
+
+
 @pytest.mark.slow
 def test_five_targets_and_three_drafters(reference):
     ran = run_torchrun(job(), topology("cpu:3", "cpu:5"), 20, 2)

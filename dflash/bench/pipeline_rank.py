@@ -1,7 +1,7 @@
 """One rank of a made-up pipeline under torchrun: python -m dflash.bench.pipeline_rank JOB.json; see `check_torchrun`.
 
 The job is a pickled dict: case, topology, steps, depth, out (where rank 0 puts its losses and final weights) and,
-to see a failure through, fail: {"rank": ..., "item": ...}.
+to see a failure through, fail: {"rank": ..., "item": ...}. `sharded` keeps one drafter in shards.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ import torch
 from dflash.bench.pipeline_case import make_planner, make_replica, make_target, weights_of
 from dflash.compile_safety import protected
 from dflash.features import OnlineFeatures
+from dflash.resume import whole_drafter
 from dflash.runner.cluster import Cluster
 from dflash.runner.ranks import make_engine, run_rank, serve_target
+from dflash.runner.sharding import ShardedReplica
 
 
 def work(cluster: Cluster, job: dict) -> None:
@@ -31,7 +33,10 @@ def work(cluster: Cluster, job: dict) -> None:
     if not cluster.drafts:
         serve_target(cluster, source, planner, 1, steps, case.soft_labels)
         return
-    engine = make_engine(cluster, make_replica(case, target, cluster.device), planner, 1, steps, queue_depth=job["depth"],
+    replica = make_replica(case, target, cluster.device)
+    if job.get("sharded"):
+        replica = ShardedReplica(replica.drafter, case.options, cluster)
+    engine = make_engine(cluster, replica, planner, 1, steps, queue_depth=job["depth"],
                          packs_per_step=case.packs_per_step, source=source if cluster.roles.paired else None)
     planner = engine.planner
     with protected(engine.warmup_jobs(planner.step(1))):
@@ -44,9 +49,12 @@ def work(cluster: Cluster, job: dict) -> None:
             losses.append(float(engine.step(planner.step(number), case.lr)[0]))
             began = began or time.perf_counter()
         seconds = time.perf_counter() - began
+        with whole_drafter(engine) as drafter:
+            weights = torch.cat([p.detach().float().flatten().cpu() for p in drafter.parameters()])
         engine.finish()
-    torch.save({"losses": losses, "weights": weights_of(engine.replica), "step_seconds": seconds / max(1, len(losses) - 1)},
-               job["out"])
+    masters = engine.replica.optimizer.masters
+    torch.save({"losses": losses, "weights": weights if job.get("sharded") else weights_of(engine.replica),
+                "held": sum(m.numel() for m in masters), "step_seconds": seconds / max(1, len(losses) - 1)}, job["out"])
 
 
 def _failing(get, item: int):

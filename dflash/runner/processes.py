@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -76,6 +76,17 @@ def handshake(cluster: Cluster) -> None:
                 dist.recv(word, sender)
     if cluster.device.type == "cuda":
         torch.cuda.synchronize(cluster.device)
+
+
+def refuse_unequal(cluster: Cluster, weights: Sequence[Tensor]) -> None:
+    """Raises ReplicasDivergedError on every drafter where these float32 weights are not bit-equal over all of them."""
+    mine = fingerprint(weights)
+    everyone = [torch.zeros_like(mine) for _ in range(cluster.roles.replicas)]
+    dist.all_gather(everyone, mine, group=cluster.drafter_group)
+    bad = [i for i, other in enumerate(everyone) if not torch.equal(other, everyone[0])]
+    if bad:
+        raise ReplicasDivergedError(f"drafters {bad} do not hold the weights of drafter 0; start all ranks from the same "
+                                    "config, seed and checkpoint")
 
 
 def steps_ahead(depth: int, packs_per_step: int, replicas: int) -> int:
@@ -221,9 +232,12 @@ class ProcessEngine:
         self.cluster, self.replica, self.planner, self.inbox = cluster, replica, planner, inbox
         self.ahead, self.last_step = ahead, last_step
         self.ledger = ledger or Ledger(cluster.name, cluster.device)
-        self.flat = flatten_gradients(replica) if cluster.roles.replicas > 1 else None
+        self.flat = self._gradient_buffer()
         self._opened = 0
         self._closed = False
+
+    def _gradient_buffer(self) -> Tensor | None:
+        return flatten_gradients(self.replica) if self.cluster.roles.replicas > 1 else None
 
     @property
     def leads(self) -> bool:
@@ -256,9 +270,16 @@ class ProcessEngine:
             beat()
             if what == END:
                 break
-            self._run(self.planner.step(int(step)), lr)
+            if what == STEP:
+                self._run(self.planner.step(int(step)), lr)
+            else:
+                self._obey(what)
             beat()
         self._drain(int(step))
+
+    def _obey(self, what: float) -> None:
+        """An order that is neither a step nor the end; whole drafters know no other."""
+        raise AssertionError(f"unknown order {what}")
 
     def close(self) -> None:
         """Nothing to stop here: a run that ended well was closed by `finish`, a failed one ends its process."""
@@ -271,13 +292,7 @@ class ProcessEngine:
 
     def verify(self) -> None:
         """Raises ReplicasDivergedError on every drafter where weights are not bit-equal."""
-        mine = fingerprint(self.replica)
-        everyone = [torch.zeros_like(mine) for _ in range(self.cluster.roles.replicas)]
-        dist.all_gather(everyone, mine, group=self.cluster.drafter_group)
-        bad = [i for i, other in enumerate(everyone) if not torch.equal(other, everyone[0])]
-        if bad:
-            raise ReplicasDivergedError(f"drafters {bad} do not hold the weights of drafter 0; start all ranks from the "
-                                        "same config, seed and checkpoint")
+        refuse_unequal(self.cluster, self.replica.optimizer.masters)
 
     def _order(self, what: float = END, step: int = 0, lr: float = 0.0) -> tuple[float, float, float]:
         """Rank 0's word to all drafters."""
@@ -295,8 +310,7 @@ class ProcessEngine:
 
     def _run(self, plan: StepPlan, lr: float) -> Tensor:
         self._open(plan.step)
-        ledger, group, items = self.ledger, self.cluster.drafter_group, plan.share(self.cluster.replica,
-                                                                                  self.cluster.roles.replicas)
+        ledger, items = self.ledger, plan.share(self.cluster.replica, self.cluster.roles.replicas)
         sums = zero_sums(self.replica.drafter.block_size, self.cluster.device)
         if isinstance(self.inbox, LocalInbox):
             self.inbox.expect(items)
@@ -310,15 +324,23 @@ class ProcessEngine:
             if isinstance(self.inbox, Inbox):
                 self.inbox.free.append(features)
                 self.inbox.post(self._opened)
+        self._fill(plan, len(items))
         ledger.enter("reduce", plan.step)
-        if self.flat is not None:
-            dist.all_reduce(self.flat, group=group)
-            dist.all_reduce(sums, group=group)
+        self._reduce(sums)
         ledger.enter("optimizer", plan.step)
         applied = self.replica.apply(lr, plan)
         ledger.enter("idle")
         ledger.report(self.inbox.depth, force=plan.step == self.last_step)
         return torch.cat([sums, applied])
+
+    def _fill(self, plan: StepPlan, done: int) -> None:
+        """What a drafter with fewer items than others does meanwhile: nothing, where its gradient is added as it is."""
+
+    def _reduce(self, sums: Tensor) -> None:
+        """Gradients and metric sums become those of all drafters."""
+        if self.flat is not None:
+            dist.all_reduce(self.flat, group=self.cluster.drafter_group)
+            dist.all_reduce(sums, group=self.cluster.drafter_group)
 
     def _drain(self, opened: int) -> None:
         if not self._closed and isinstance(self.inbox, Inbox):

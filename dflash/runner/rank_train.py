@@ -11,8 +11,9 @@ from pathlib import Path
 
 import torch
 
+from dflash import shards
 from dflash.acceptance import evaluate_acceptance
-from dflash.checkpoint import latest_checkpoint, load_trainer_state
+from dflash.checkpoint import checkpoint_folder, latest_checkpoint, load_trainer_state
 from dflash.compile_safety import protected
 from dflash.control import RunControl
 from dflash.data import Pack
@@ -20,16 +21,17 @@ from dflash.features import make_source
 from dflash.job import Data, make_drafter, make_planner, prepare_data
 from dflash.memory_help import explained
 from dflash.plan import Planner
-from dflash.resume import load_training, same_plan, save_training
+from dflash.resume import load_training, same_plan, save_training, whole_drafter
 from dflash.run_config import RunConfig
 from dflash.runner.cluster import Cluster, LifeLine
 from dflash.runner.processes import ProcessEngine
 from dflash.runner.ranks import held_out_source, make_engine, run_rank, serve_target
 from dflash.runner.replicas import shard_target
+from dflash.runner.sharding import ShardedReplica
 from dflash.runner.signals import graceful
 from dflash.runner.sources import fit_to
 from dflash.target import Target, load_target
-from dflash.telemetry import DeviceSampler, Run
+from dflash.telemetry import DeviceSampler, MetricsWriter, Run
 from dflash.topology import Topology, decide
 from dflash.training import FeatureSource, Replica, Trainer
 
@@ -71,7 +73,9 @@ def _work(cluster: Cluster, life: LifeLine, run: Run, config: RunConfig, topolog
         data = prepare_data(config)
         state = None
         if resume:  # rank 0 puts the record back
-            state = load_training(run, say) if cluster.rank == 0 else load_trainer_state(latest_checkpoint(run.path))
+            whole = cluster.drafts and config.runtime.drafter_parallel == "replicate"
+            state = (load_training(run, say, whole) if cluster.rank == 0 else
+                     load_trainer_state(latest_checkpoint(run.path), whole))
         first_step = 1 if state is None else state["step"] + 1
         soft, metrics = config.train.soft_labels, run.metrics if cluster.node == 0 else None
         if not cluster.drafts:
@@ -80,7 +84,7 @@ def _work(cluster: Cluster, life: LifeLine, run: Run, config: RunConfig, topolog
             serve_target(cluster, _source(config, target, data, topology), order_planner(config, data), first_step,
                          config.train.steps, soft, data.held_out_packs, metrics)
             return
-        engine = _drafter_engine(cluster, config, data, topology, state, first_step, metrics)
+        engine = _drafter_engine(cluster, config, data, topology, state, first_step, run, metrics)
         source = held_out_source(cluster, engine, data.held_out_packs)
         plan = engine.planner.step(first_step)
         protection = stack.enter_context(protected(
@@ -99,10 +103,14 @@ def _lead(engine: ProcessEngine, source: FeatureSource | None, run: Run, config:
           state: dict | None, first_step: int, beat: Callable[[], None], say: Callable[[str], None], began: float) -> None:
     """Rank 0: the training loop, and the end of the run's record."""
     control = RunControl(run.path, run.metrics)
-    drafter = engine.replica.drafter
+
+    def evaluate() -> dict:
+        with whole_drafter(engine) as drafter:
+            return evaluate_acceptance(drafter, source, held_out)
+
     trainer = Trainer(
         engine, engine.planner, config.train, run, control, beat=beat,
-        evaluate=(lambda: evaluate_acceptance(drafter, source, held_out)) if source is not None else None,
+        evaluate=evaluate if source is not None else None,
         save=lambda step: save_training(run, config, engine, trainer, step))
     if state is not None:
         trainer.load_state_dict(state["trainer"])
@@ -157,17 +165,20 @@ def order_planner(config: RunConfig, data: Data) -> Planner:
 
 
 def _drafter_engine(cluster: Cluster, config: RunConfig, data: Data, topology: Topology, state: dict | None,
-                    first_step: int, metrics) -> ProcessEngine:
+                    first_step: int, run: Run, metrics: MetricsWriter | None) -> ProcessEngine:
     """A drafter and its optimizer; the target is read for its head and its warm start, and kept only where it runs."""
     paired = cluster.roles.paired
     target = load_target(config.target.target, device=cluster.device if paired else "cpu", layer_ids=data.layer_ids,
                          dtype=config.target.target_dtype, self_test=paired)
-    drafter = make_drafter(config, target, data, cluster.device)
+    sharded = config.runtime.drafter_parallel == "fsdp2"
+    drafter = make_drafter(config, target, data, "cpu" if sharded else cluster.device)
     planner = make_planner(config, data, drafter)
     source = _source(config, target, data, topology) if paired else None
     del target
-    replica = Replica(drafter, config.train)
-    if state is not None:
+    replica = ShardedReplica(drafter, config.train, cluster) if sharded else Replica(drafter, config.train)
+    if state is not None and state["optimizer"].get("sharded"):
+        replica.optimizer.load_shards(checkpoint_folder(run.path, state["step"]) / shards.FOLDER, state["optimizer"])
+    elif state is not None:
         replica.optimizer.load_state_dict(state["optimizer"])
     return make_engine(cluster, replica, planner, first_step, config.train.steps, queue_depth=config.runtime.queue_depth,
                        packs_per_step=config.train.packs_per_step, source=source, metrics=metrics,

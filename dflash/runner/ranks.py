@@ -16,6 +16,7 @@ from dflash.plan import Planner
 from dflash.runner.accounting import Ledger
 from dflash.runner.cluster import Cluster, LifeLine
 from dflash.runner.processes import Feeder, Inbox, LocalInbox, ProcessEngine, Schedule, handshake, steps_ahead
+from dflash.runner.sharding import ShardedEngine, ShardedReplica
 from dflash.runner.threads import SharedPlanner
 from dflash.target import Features
 from dflash.telemetry import MetricsWriter
@@ -71,7 +72,8 @@ def make_engine(cluster: Cluster, replica: Replica, planner: Planner, first_step
     else:
         inbox = LocalInbox(source)
     ahead = steps_ahead(queue_depth, packs_per_step, cluster.roles.replicas)
-    return ProcessEngine(cluster, replica, planner, inbox, ahead, last_step, Ledger(cluster.name, cluster.device, metrics))
+    kind = ShardedEngine if isinstance(replica, ShardedReplica) else ProcessEngine
+    return kind(cluster, replica, planner, inbox, ahead, last_step, Ledger(cluster.name, cluster.device, metrics))
 
 
 def held_out_source(cluster: Cluster, engine: ProcessEngine, packs: Sequence[Pack]) -> FeatureSource | None:

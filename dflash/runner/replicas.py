@@ -145,11 +145,11 @@ class GradientSum:
         return self._staging[: piece.numel()].copy_(piece)
 
 
-def fingerprint(replica: Replica) -> Tensor:
-    """[2] int64 that changes with any bit of any float32 weight; equal for equal replicas on any device."""
-    total = torch.zeros(2, dtype=torch.int64, device=replica.device)
-    for number, master in enumerate(replica.optimizer.masters, 1):
-        bits = master.detach().contiguous().view(torch.int32).flatten()
+def fingerprint(weights: Sequence[Tensor]) -> Tensor:
+    """[2] int64 that changes with any bit of any of these float32 weights; equal for equal ones on any device."""
+    total = torch.zeros(2, dtype=torch.int64, device=weights[0].device)
+    for number, weight in enumerate(weights, 1):
+        bits = weight.detach().contiguous().view(torch.int32).flatten()
         for piece in bits.split(1 << 24):
             wide = piece.to(torch.int64)
             total[0] += number * wide.sum()
@@ -159,9 +159,9 @@ def fingerprint(replica: Replica) -> Tensor:
 
 def check_equal(replicas: Sequence[Replica]) -> None:
     """Raises ReplicasDivergedError where a replica's weights are not bit-equal to the first one's."""
-    wanted = fingerprint(replicas[0])
+    wanted = fingerprint(replicas[0].optimizer.masters)
     for number, replica in enumerate(replicas[1:], 1):
-        if not torch.equal(fingerprint(replica), wanted):
+        if not torch.equal(fingerprint(replica.optimizer.masters), wanted):
             raise ReplicasDivergedError(
                 f"drafter[{number}] on {replica.device} no longer holds the weights of drafter[0]; the reduction of "
                 "gradients is at fault. Resume from the last checkpoint, with fewer drafters if it happens again"
