@@ -84,6 +84,32 @@ def test_block_attention(device, block, heads, kv_heads, window):
         assert relative(ours, exact) < 1e-5
 
 
+def test_smaller_tiles_where_shared_memory_is_small(device, monkeypatch):
+    from triton.runtime.errors import OutOfResources
+
+    from dflash.compile_safety.errors import UnsupportedHeadDimError
+    from dflash.kernels import attention as kernel
+
+    monkeypatch.setattr(kernel, "_fitting", {})
+    q, tried = torch.zeros(1, 4, 8, 16), []
+
+    def run(settings, largest=32):
+        tried.append(settings)
+        if settings[0] > largest:
+            raise OutOfResources(294912, 232448, "shared memory")
+
+    kernel._launch("dq", q, run)
+    assert tried == [kernel.CONFIG["dq"], (64, 8, 2), (32, 8, 2)]
+    kernel._launch("dq", q, run)
+    assert tried[3:] == [(32, 8, 2)]
+    with pytest.raises(UnsupportedHeadDimError, match="head_dim 16.*'flex'"):
+        kernel._launch("forward", q, lambda settings: run(settings, 0))
+    keys = []
+    with pytest.raises(UnsupportedHeadDimError):
+        kernel._launch("dkv", q, lambda settings: (keys.append(settings[0]), run(settings, 0)))
+    assert set(keys) == {kernel.CONFIG["dkv"][0]}  # fixed by the ranges
+
+
 @pytest.mark.parametrize("soft", [True, False])
 def test_fast_path_is_the_plain_path(device, soft):
     results = []
