@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 ID ?= $(shell date +%Y%m%d-%H%M%S)
 PARAMETERS ?=
 
-.PHONY: help env train train-gpu test test-browser soak lint lab clean
+.PHONY: help env train train-gpu test test-browser test-gpu soak lint lab clean
 
 help:
 	@sed -n 's/^# make /make /p' Makefile
@@ -40,6 +40,10 @@ test: env
 test-browser: env
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check playwright
 	$(BIN)/python -m pytest -q -m browser
+
+# make test-gpu   the tests that need one or two CUDA devices
+test-gpu: env
+	$(BIN)/python -m pytest -q -m gpu
 
 # make soak   2,000 steps on the CPU with a fault every 100, compared with an unbroken run (2.5 minutes on two cores)
 soak: env

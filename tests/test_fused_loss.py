@@ -126,6 +126,25 @@ def test_peak_at_full_size_is_below_the_bound():
     assert peak_bytes(100, vocab, chunk, 2, soft=False, fused=True) == 100 * vocab * 2  # no more rows than there are
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("soft", [True, False])
+def test_memory_on_the_device_stays_within_the_bound(soft):
+    rows, hidden, vocab, chunk = 8192, 512, 100_000, 1024
+    states = torch.randn(rows, hidden, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    head = torch.randn(vocab, hidden, device="cuda", dtype=torch.bfloat16)
+    kind = {"teacher_hidden": torch.randn_like(states)} if soft else {"labels": torch.zeros(rows, dtype=torch.int64,
+                                                                                           device="cuda")}
+    scale = torch.full((rows,), 1 / rows, device="cuda")
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    chunked_head_loss(states, head, scale=scale, chunk_rows=chunk, **kind).loss.backward()
+    peak = torch.cuda.max_memory_allocated() - before
+    gradients = 3 * states.nbytes  # the saved one, the scaled one, the leaf's
+    assert peak < peak_bytes(rows, vocab, chunk, 2, soft, fused=True) + gradients + 2**24 < rows * vocab * 2
+
+
 def plan_case():
     """Two documents of 9 and 8 positions in a row of 20; one padding anchor."""
     mask = torch.zeros(20, dtype=torch.bool)
