@@ -187,7 +187,8 @@ def make_drafter(config: RunConfig, target: Target, data: Data, device: torch.de
     options = config.drafter
     dtype = compute_dtype(config.train.dtype, device)
     running = {"attention_backend": None if options.attention == "auto" else options.attention,
-               "max_dense_bytes": int(options.max_dense_gib * 2**30) if options.max_dense_gib else DEFAULT_MAX_DENSE_BYTES}
+               "max_dense_bytes": int(options.max_dense_gib * 2**30) if options.max_dense_gib else DEFAULT_MAX_DENSE_BYTES,
+               "head_precision": options.head_precision}
     if options.start_from is not None:
         drafter = open_drafter(options.start_from, target, dtype, device=device, **running)
         drafter.max_anchors = options.max_anchors

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dflash import kernels
 from dflash.errors import ConfigError
+from dflash.fp8_head import Fp8Head
 
 DEFAULT_CHUNK_ROWS = 1024
 REDUCTIONS = ("weight_mean", "token_mean")
@@ -57,18 +58,25 @@ class HeadLoss:
     prediction: Tensor
 
 
+def _logits(hidden: Tensor, head: Tensor, head_fp8: Fp8Head | None, out: Tensor | None = None) -> Tensor:
+    """hidden [n, H] times the head: [n, V], written into `out` [n, V (16's multiple above it in float8)]."""
+    if head_fp8 is not None:
+        return head_fp8.logits(hidden, out)
+    return hidden @ head.T if out is None else torch.mm(hidden, head.T, out=out)
+
+
 class _ChunkedHeadLoss(torch.autograd.Function):
     """sum_r scale_r * l_r with l_r = CE(labels_r) or KL(teacher_r || draft_r); gradient for `hidden` only."""
 
     @staticmethod
-    def forward(ctx, hidden, head, labels, teacher_hidden, scale, chunk_rows):
+    def forward(ctx, hidden, head, labels, teacher_hidden, scale, chunk_rows, head_fp8):
         rows = hidden.shape[0]
         row_loss = torch.empty(rows, dtype=torch.float32, device=hidden.device)
         prediction = torch.empty(rows, dtype=torch.int64, device=hidden.device)
         grad = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         for start in range(0, rows, chunk_rows):
             part = slice(start, min(start + chunk_rows, rows))
-            log_p = torch.log_softmax((hidden[part] @ head.T).float(), -1)  # [c, V]
+            log_p = torch.log_softmax(_logits(hidden[part], head, head_fp8).float(), -1)  # [c, V]
             prediction[part] = log_p.argmax(-1)
             if teacher_hidden is None:
                 picked = labels[part, None]
@@ -76,7 +84,7 @@ class _ChunkedHeadLoss(torch.autograd.Function):
                 difference = log_p.exp_()
                 difference.scatter_add_(-1, picked, torch.full_like(row_loss[part, None], -1.0))
             else:
-                log_t = torch.log_softmax((teacher_hidden[part] @ head.T).float(), -1)
+                log_t = torch.log_softmax(_logits(teacher_hidden[part], head, head_fp8).float(), -1)
                 teacher = log_t.exp()
                 row_loss[part] = (teacher * log_t.sub_(log_p)).sum(-1)
                 difference = log_p.exp_().sub_(teacher)
@@ -90,7 +98,7 @@ class _ChunkedHeadLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_loss, _row_loss, _prediction):
         (grad,) = ctx.saved_tensors
-        return grad * grad_loss.to(grad.dtype), None, None, None, None, None
+        return grad * grad_loss.to(grad.dtype), None, None, None, None, None, None
 
 
 class _FusedHeadLoss(torch.autograd.Function):
@@ -100,10 +108,10 @@ class _FusedHeadLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, head, labels, teacher_hidden, teacher_rows, teacher_spans, scale, chunk_rows):
+    def forward(ctx, hidden, head, labels, teacher_hidden, teacher_rows, teacher_spans, scale, chunk_rows, head_fp8):
         from dflash.kernels.head_loss import hard_loss_, soft_loss_
 
-        rows, size = hidden.shape[0], head.shape[0]
+        rows, size = hidden.shape[0], head.shape[0] if head_fp8 is None else head_fp8.width
         row_loss = torch.empty(rows, dtype=torch.float32, device=hidden.device)
         prediction = torch.empty(rows, dtype=torch.int64, device=hidden.device)
         grad = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
@@ -112,13 +120,13 @@ class _FusedHeadLoss(torch.autograd.Function):
             teacher_logits = head.new_empty(max((end - start for start, end in teacher_spans), default=0), size)
         for chunk, start in enumerate(range(0, rows, chunk_rows)):
             part = slice(start, min(start + chunk_rows, rows))
-            x = torch.mm(hidden[part], head.T, out=logits[: part.stop - start])
+            x = _logits(hidden[part], head, head_fp8, logits[: part.stop - start])  # [c, V]
             outputs = (scale[part], row_loss[part], prediction[part])
             if teacher_hidden is None:
                 hard_loss_(x, labels[part], *outputs, with_grad=grad is not None)
             else:
                 first, last = teacher_spans[chunk]
-                y = torch.mm(teacher_hidden[first:last], head.T, out=teacher_logits[: last - first])
+                y = _logits(teacher_hidden[first:last], head, head_fp8, teacher_logits[: last - first])
                 soft_loss_(x, y, teacher_rows[part], *outputs, first_teacher=first, with_grad=grad is not None)
             if grad is not None:
                 torch.mm(x, head, out=grad[part])
@@ -129,7 +137,7 @@ class _FusedHeadLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_loss, _row_loss, _prediction):
         (grad,) = ctx.saved_tensors
-        return grad * grad_loss.to(grad.dtype), None, None, None, None, None, None, None
+        return grad * grad_loss.to(grad.dtype), None, None, None, None, None, None, None, None
 
 
 def chunked_head_loss(
@@ -143,6 +151,7 @@ def chunked_head_loss(
     teacher_spans: list[tuple[int, int]] | None = None,
     chunk_rows: int = DEFAULT_CHUNK_ROWS,
     fused: bool | None = None,
+    head_fp8: Fp8Head | None = None,
 ) -> HeadLoss:
     """Loss of draft hidden states through a frozen head.
 
@@ -157,6 +166,7 @@ def chunked_head_loss(
             teacher_rows on the fused path.
         chunk_rows: rows whose logits exist at once. `peak_bytes` says what that costs.
         fused: use the Triton kernels; None: where they run.
+        head_fp8: the same head quantized; the logits go through it, the gradient's product through `head`.
 
     Raises: ConfigError when not exactly one of labels and teacher_hidden is given.
     """
@@ -170,11 +180,11 @@ def chunked_head_loss(
             teacher_rows = torch.arange(rows, dtype=torch.int32, device=hidden.device)
             teacher_spans = [(start, min(start + chunk_rows, rows)) for start in range(0, rows, chunk_rows)]
         teacher = (teacher_hidden, teacher_rows, teacher_spans)
-        outputs = _FusedHeadLoss.apply(hidden, head, labels, *teacher, scale, chunk_rows)
+        outputs = _FusedHeadLoss.apply(hidden, head, labels, *teacher, scale, chunk_rows, head_fp8)
     else:
         if teacher_rows is not None:
             teacher_hidden = teacher_hidden[teacher_rows]
-        outputs = _ChunkedHeadLoss.apply(hidden, head, labels, teacher_hidden, scale, chunk_rows)
+        outputs = _ChunkedHeadLoss.apply(hidden, head, labels, teacher_hidden, scale, chunk_rows, head_fp8)
     loss, row_loss, prediction = outputs
     return HeadLoss(loss, row_loss, prediction)
 

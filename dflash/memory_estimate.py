@@ -16,6 +16,7 @@ from dflash.devices import compute_dtype
 from dflash.environment import memory_total
 from dflash.errors import ConfigError
 from dflash.fast_path import CHUNK_ROWS
+from dflash.fp8_head import memory_bytes as fp8_head_bytes
 from dflash.losses import DEFAULT_CHUNK_ROWS, peak_bytes
 from dflash.run_config import RunConfig
 from dflash.topology import Topology
@@ -96,8 +97,10 @@ def estimate(config: RunConfig, drafter_config: DrafterConfig, target_config: An
         else:
             here.add("drafter", parameters * (size + size + (0 if size == 4 else 4) + 4))  # weights, grads, masters, grads
         here.add("optimizer", 8 * parameters / shards)
-        vocabulary = drafter_config.vocab_size + (drafter_config.draft_vocab_size or drafter_config.vocab_size)
-        here.add("target's head", vocabulary * hidden * size)
+        drafted = drafter_config.draft_vocab_size or drafter_config.vocab_size
+        here.add("target's head", (drafter_config.vocab_size + drafted) * hidden * size)
+        if config.drafter.head_precision == "fp8":
+            here.add("float8 head", fp8_head_bytes(drafted, hidden))
         if not topology.serial:
             here.add("queue", config.runtime.queue_depth * tokens * row * target_dtype.itemsize)
         here.add("activations", _step_bytes(config, drafter_config, captured, size, device.type == "cuda"))
@@ -141,6 +144,7 @@ _KNOBS = {
     **dict.fromkeys(
         ("drafter", "optimizer"), "Use fewer drafter_layers, shard the drafter over its GPUs (drafter_parallel=fsdp2 with "
                                   "launcher=torchrun), or keep the target off this device (gpus, target_gpus)"),
+    "float8 head": "Set head_precision=same, or use a smaller draft_vocab",
     "target's head": "Use a smaller draft_vocab, or keep the target off this device (gpus, target_gpus)",
 }
 

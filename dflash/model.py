@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dflash import fast_path
+from dflash import fast_path, fp8_head
 from dflash.attention import DEFAULT_MAX_DENSE_BYTES, AttentionMask, attention, default_backend
 from dflash.config import DrafterConfig
 from dflash.errors import ConfigError
@@ -47,8 +47,11 @@ class DFlashDrafter(nn.Module):
         max_dense_bytes: bound of the dense backends.
         loss_chunk_rows: rows of logits alive at once; None takes what suits the device.
         fast_path: train over the Triton kernels (`fast_path`); None: where they run.
+        head_precision: "same", or "fp8" for training logits through a quantized copy of the frozen head (`fp8_head`);
+            decoding and evaluation keep the head's own dtype.
 
-    Raises: ConfigError for a block size below 2, no anchors, no layer ids, or a mask token outside the vocabulary.
+    Raises: ConfigError for a block size below 2, no anchors, no layer ids, a mask token outside the vocabulary, or an
+        unknown head_precision.
     """
 
     def __init__(
@@ -63,6 +66,7 @@ class DFlashDrafter(nn.Module):
         max_dense_bytes: int = DEFAULT_MAX_DENSE_BYTES,
         loss_chunk_rows: int | None = None,
         fast_path: bool | None = None,
+        head_precision: str = "same",
     ):
         super().__init__()
         if block_size < 2:
@@ -73,6 +77,8 @@ class DFlashDrafter(nn.Module):
             raise ConfigError(f"target_layer_ids must be distinct layer ids >= 0, got {list(target_layer_ids)}")
         if not 0 <= mask_token_id < config.vocab_size:
             raise ConfigError(f"mask_token_id {mask_token_id} lies outside the vocabulary of {config.vocab_size}")
+        if head_precision not in fp8_head.PRECISIONS:
+            raise ConfigError(f"head_precision must be {' or '.join(fp8_head.PRECISIONS)}, got {head_precision!r}")
         self.config = config
         self.target_layer_ids = list(target_layer_ids)
         self.block_size = block_size
@@ -82,6 +88,7 @@ class DFlashDrafter(nn.Module):
         self.max_dense_bytes = max_dense_bytes
         self.loss_chunk_rows = loss_chunk_rows
         self.fast_path = fast_path
+        self.head_precision = head_precision
         self.anchor_generator = torch.Generator().manual_seed(0)
 
         h = config.hidden_size
@@ -93,6 +100,9 @@ class DFlashDrafter(nn.Module):
         draft_vocab = config.draft_vocab_size or config.vocab_size
         self.register_buffer("embed_tokens", torch.zeros(0, h), persistent=False)
         self.register_buffer("lm_head", torch.zeros(0, h), persistent=False)
+        # The head in float8 and its scales, both as integers: `.to(dtype)` on a module casts whatever floats.
+        self.register_buffer("head_codes", torch.zeros(0, h, dtype=torch.uint8), persistent=False)
+        self.register_buffer("head_scale_bits", torch.zeros(0, dtype=torch.int32), persistent=False)
         self.register_buffer("draft_token_ids", torch.arange(draft_vocab), persistent=False)  # [Vd] -> target id
         self.register_buffer("draft_index", torch.arange(config.vocab_size), persistent=False)  # [V] -> row, or -1
         self.reset_parameters()
@@ -111,7 +121,8 @@ class DFlashDrafter(nn.Module):
         Args:
             draft_token_ids: [Vd] distinct target ids that the drafter may propose; None means all.
 
-        Raises: ConfigError when a shape differs from the drafter's config.
+        Raises: ConfigError when a shape differs from the drafter's config, or the head is to be quantized where float8
+            products cannot run.
         """
         v, h = self.config.vocab_size, self.config.hidden_size
         for name, table in (("embed_tokens", embed_tokens), ("lm_head", lm_head)):
@@ -138,6 +149,18 @@ class DFlashDrafter(nn.Module):
         elif self.config.draft_vocab_size not in (None, v):
             raise ConfigError(f"draft_vocab_size is {self.config.draft_vocab_size}, so draft_token_ids is needed")
         self.lm_head = head.to(device=device, dtype=dtype)
+        if self.head_precision == "fp8":
+            quantized = fp8_head.Fp8Head.of(self.lm_head)
+            self.head_codes = quantized.codes.view(torch.uint8)
+            self.head_scale_bits = quantized.scales.view(torch.int32)
+
+    @property
+    def head_fp8(self) -> fp8_head.Fp8Head | None:
+        """The quantized head, or None with head_precision "same"."""
+        if self.head_precision == "same":
+            return None
+        codes, scales = self.head_codes.view(fp8_head.E4M3), self.head_scale_bits.view(torch.float32)
+        return fp8_head.Fp8Head(codes, scales, self.lm_head.shape[0])
 
     # -- training -------------------------------------------------------------------------------------------------
 
@@ -260,6 +283,7 @@ class DFlashDrafter(nn.Module):
             teacher_spans=spans,
             chunk_rows=chunk_rows,
             fused=fused,
+            head_fp8=self.head_fp8,
         )
         correct = torch.zeros_like(rows.supervised).flatten()
         correct[rows.slot] = self.draft_token_ids[result.prediction] == tokens

@@ -22,6 +22,7 @@ import yaml
 from dflash.attention import BACKENDS
 from dflash.config import refuse_unknown
 from dflash.errors import ConfigError
+from dflash.fp8_head import PRECISIONS
 
 
 def _require(condition: bool, message: str) -> None:
@@ -73,6 +74,7 @@ class DrafterOptions:
     start_from: str | None = None  # start from the drafter in this folder (own checkpoint, z-lab or speculators layout)
     attention: str = "auto"  # "auto", "flex", "triton", "sdpa" or "sdpa_chunked"
     max_dense_gib: float = 2.0  # bound of the dense backends
+    head_precision: str = "same"  # training logits: "same" as the drafter's dtype, or "fp8" through a quantized head
 
     def __post_init__(self) -> None:
         _require(self.drafter_layers >= 1, f"drafter_layers must be at least 1, got {self.drafter_layers}")
@@ -82,6 +84,8 @@ class DrafterOptions:
                  f"attention must be auto, {', '.join(BACKENDS)}; got {self.attention!r}")
         _require(self.draft_vocab is None or self.draft_vocab >= 0,
                  f"draft_vocab must be at least 0 or None, got {self.draft_vocab}")
+        _require(self.head_precision in PRECISIONS,
+                 f"head_precision must be {' or '.join(PRECISIONS)}, got {self.head_precision!r}")
         _require(0 < self.max_dense_gib < math.inf, f"max_dense_gib must be positive and finite, got {self.max_dense_gib}")
 
 

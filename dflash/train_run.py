@@ -16,6 +16,7 @@ from dflash.acceptance import evaluate_acceptance
 from dflash.compile_safety import protected
 from dflash.control import RunControl
 from dflash.errors import RunError
+from dflash.fp8_head import refuse_run
 from dflash.job import Data, Job, capture_features, prepare, prepare_data
 from dflash.memory_estimate import estimate_run, refuse_what_does_not_fit
 from dflash.memory_help import explained
@@ -40,6 +41,7 @@ def start_run(config: RunConfig, root: str | Path = "runs", run_id: str | None =
     Raises: ConfigError, DataError, TargetError or RunError, before anything is loaded or written.
     """
     topology = decide(config.runtime)
+    refuse_run(config, topology)
     if data is None:
         prepare_data(config)
     refuse_what_does_not_fit(estimate_run(config, topology), config)
@@ -86,6 +88,7 @@ def train_run(run: Run, config: RunConfig, control: RunControl | None = None, *,
 def _train(run: Run, config: RunConfig, control: RunControl, resume: bool, log: Callable[[str], None],
            data: Data) -> Outcome:
     topology = decide(config.runtime)
+    refuse_run(config, topology)
     memory = estimate_run(config, topology)
     for line in topology.table(memory).splitlines():
         log(line)

@@ -47,6 +47,19 @@ def test_step(capsys, tmp_path, labels):
     assert "tokens/s" in text and "plain" in text
 
 
+def test_step_through_a_float8_head(capsys, tmp_path):
+    losses = []
+    for precision in ("same", "fp8"):
+        result, text = run(capsys, tmp_path / "step.json", "step", *options(TINY), "--labels", "hard", "--head-precision", precision,
+                           "--repeats", "1", "--warmup", "0")
+        assert result["head_precision"] == precision and ("fp8 head" in text) == (precision == "fp8")
+        losses.append(result["results"][0]["loss"])
+    assert losses[0] != losses[1] == pytest.approx(losses[0], rel=0.05)
+    words = [*options(TINY, skip=("hidden",)), "--hidden", "40", "--head-precision", "fp8", "--device", "cpu"]
+    assert main(["bench", "step", *words]) == 2
+    assert "multiple of 16, the target's is 40; set head_precision=same" in capsys.readouterr().err
+
+
 @pytest.mark.skipif(importlib.util.find_spec("speculators") is None, reason="the peer is not installed here")
 def test_step_beside_the_peer(capsys, tmp_path):
     result, text = run(capsys, tmp_path / "step.json", "step", *options(TINY), "--peer", "speculators", "--repeats", "2")

@@ -132,6 +132,32 @@ def test_fast_path_is_the_plain_path(device, soft):
         assert torch.equal(metrics[name], fast_metrics[name])
 
 
+@pytest.mark.parametrize("soft", [True, False])
+def test_the_fused_loss_through_a_float8_head(device, soft):
+    """Against the plain loss through the same quantized head (whose logits are `test_fp8_head`'s); bfloat16 on a GPU."""
+    from dflash.fp8_head import Fp8Head, obstacle
+    from dflash.losses import chunked_head_loss
+
+    if obstacle(device):
+        pytest.skip(obstacle(device))
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    torch.manual_seed(0)
+    table = (0.3 * torch.randn(299, 64, device=device)).to(dtype)  # padded to 304 columns, read with their stride
+    states, teacher = torch.randn(2, 23, 64, device=device).to(dtype).unbind()
+    kind = {"teacher_hidden": teacher} if soft else {"labels": torch.randint(0, 299, (23,), device=device)}
+    results = []
+    for fused in (False, True):
+        leaf = states.clone().requires_grad_()
+        got = chunked_head_loss(leaf, table, scale=torch.linspace(0, 1, 23, device=device), chunk_rows=7, fused=fused,
+                                head_fp8=Fp8Head.of(table), **kind)
+        got.loss.backward()
+        results.append((got, leaf.grad))
+    (plain, grad), (fused, fused_grad) = results
+    limit = 1e-5 if dtype == torch.float32 else 6e-3
+    assert relative(fused.row_loss, plain.row_loss) < 1e-5 and relative(fused_grad, grad) < limit
+    assert torch.equal(fused.prediction, plain.prediction)
+
+
 def test_the_fast_path_refuses_a_second_backward(device):
     drafter = make_drafter(TINY, make_head(TINY, device, torch.float32), device, torch.float32, fast_path=True,
                            attention_backend="sdpa")

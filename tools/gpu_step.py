@@ -30,6 +30,10 @@ PROCESSES = [
 ]
 STARTS = 3
 TINY = os.environ.get("GPU_STEP_TINY") == "1"  # a dry run of the script itself, on a CPU
+# Of the fp8 head against float32, relative: (loss, worst gradient). Rounding both operands to e4m3 costs each product 4%
+# (rms), logits of spread 2 so 0.07; a hard label's gradient feels it through the softmax alone, a soft one's is a
+# difference of two such.
+FP8_LIMITS = {"hard": (1e-2, 6e-2), "soft": (1e-2, 0.15)}
 
 
 class TooSlow(Exception):
@@ -100,7 +104,7 @@ def group_check() -> None:
     base = dict(captured=3, hidden=256, layers=2, heads=8, kv_heads=2, head_dim=128, intermediate=640, vocab=5003)
     seed = int(time.time())
 
-    def one(shape, dtype, soft, attention, fast):
+    def one(shape, dtype, soft, attention, fast, precision="same"):
         torch.manual_seed(seed)
         drafter = make_drafter(shape, make_head(shape, device, torch.float32, seed), device, torch.float32,
                                fast_path=fast, attention_backend=attention, loss_chunk_rows=384 if fast else 1024)
@@ -109,6 +113,8 @@ def group_check() -> None:
                 parameter.add_(torch.randn_like(parameter) * 0.05)
             drafter.lm_head.mul_(6)
         drafter.to(dtype)
+        drafter.head_precision = precision
+        drafter.load_target_head(drafter.embed_tokens, drafter.lm_head)  # quantizes it as it is now
         inputs = make_inputs(shape, device, torch.float32, seed).arguments
         for name in ("all_hidden_states", "verifier_last_hidden"):
             inputs[name] = inputs[name].to(dtype)
@@ -116,19 +122,22 @@ def group_check() -> None:
         loss.backward()
         return loss.detach(), metrics, {n: p.grad for n, p in drafter.named_parameters()}
 
-    def compare(shape, soft, attention, exact):
+    def compare(shape, soft, attention, exact, fp8=False):
         reference = one(shape, torch.float32, soft, "sdpa", False)
         result = {"seed": seed}
         rows = [("plain bf16", torch.bfloat16, "sdpa", False), ("fast bf16", torch.bfloat16, attention, True)]
         if exact:
             rows.append(("fast fp32", torch.float32, "triton" if attention == "triton" else "sdpa", True))
-        for label, dtype, backend, fast in rows:
-            loss, metrics, grads = one(shape, dtype, soft, backend, fast)
+        if fp8:
+            rows.append(("fp8 head", torch.float32 if TINY else torch.bfloat16, attention, not TINY, "fp8"))
+        for label, *version in rows:
+            loss, metrics, grads = one(shape, version[0], soft, *version[1:])
             worst = max((relative(grads[n], g), n) for n, g in reference[2].items())
             same = all(torch.equal(metrics[k], reference[1][k]) for k in ("supervised_by_slot", "blocks"))
             hits = int((metrics["correct_by_slot"] - reference[1]["correct_by_slot"]).abs().sum())
             result[label] = [relative(loss, reference[0]), worst[0], worst[1], same, hits]
-        limits = {"fast fp32": (1e-5, 2e-4), "fast bf16": (1e-2, max(2 * result["plain bf16"][1], 2e-2))}
+        limits = {"fast fp32": (1e-5, 2e-4), "fast bf16": (1e-2, max(2 * result["plain bf16"][1], 2e-2)),
+                  "fp8 head": FP8_LIMITS["soft" if soft else "hard"]}
         result["ok"] = all(
             result[k][0] <= a and result[k][1] <= b and result[k][3] for k, (a, b) in limits.items() if k in result
         )  # NaN fails both
@@ -140,6 +149,8 @@ def group_check() -> None:
     if not TINY:
         cases += [("soft 24x32 triton", shape, True, "triton", True), ("hard 40x8 triton", short, False, "triton", False),
                   ("soft 24x32 flex", shape, True, "flex", False)]
+    cases += [("hard 40x8 fp8 head", short, False, "sdpa", False, True),
+              ("soft 24x32 fp8 head", shape, True, "sdpa", False, True)]
     for name, *case in cases:
         attempt("check", name, 150, lambda c=tuple(case): compare(*c))
     torch.use_deterministic_algorithms(False)
@@ -200,6 +211,7 @@ def group_step() -> None:
         measured(large, True, ceiling, "step", f"fast {backend or 'flex'}", 60, backend)
     best = best_backend("step")
     measured(large, False, ceiling, "step", "fast hard", 40, best)
+    measured(large, False, ceiling, "step", "fast hard fp8", 40, best, head_precision="fp8")
     attempt("step", "profile", 30, lambda: profile(large, best))
     with card_of(96e9):
         measured(large, True, ceiling, "step", "96 GB card, optimizer", 40, best, optimizer=True)
@@ -278,6 +290,11 @@ def group_levers() -> None:
     best = best_backend("step")
     for rows in (7, 9) if TINY else (1664, 4992, 8320):
         measured(large, True, ceiling, "levers", f"chunk {rows}", 20, best, repeats=3, chunk=rows)
+    measured(large, True, ceiling, "levers", "soft fp8 head", 30, best, repeats=3, head_precision="fp8")
+    wide = 11 if TINY else 8448  # 66 x 20 tiles of 128 x 256: ten full waves of 132, in either orientation of the tile
+    measured(large, False, ceiling, "levers", f"hard chunk {wide}", 20, best, repeats=3, chunk=wide)
+    measured(large, False, ceiling, "levers", f"hard fp8 chunk {wide}", 20, best, repeats=3, chunk=wide,
+             head_precision="fp8")
 
     make = HeadPlan.make.__func__
 
@@ -305,7 +322,9 @@ def group_loss() -> None:
     """The loss over the head alone, on the rows of a step with nothing to skip: tile settings, chunks, liger-kernel."""
     import torch
 
+    from dflash import kernels
     from dflash.bench.timing import free_memory, measure
+    from dflash.fp8_head import Fp8Head
     from dflash.losses import chunked_head_loss
 
     device, dtype, large, _ = setup()
@@ -332,14 +351,27 @@ def group_loss() -> None:
         attempt("loss", name, 20, run)
         free_memory(device)
 
-    def ours(kind: dict, chunk: int, fused: bool = True) -> Callable:
-        return lambda: chunked_head_loss(hidden, head, scale=scale, chunk_rows=chunk, fused=fused, **kind).loss
+    def ours(kind: dict, chunk: int, fused: bool = True, quantized: Fp8Head | None = None) -> Callable:
+        return lambda: chunked_head_loss(hidden, head, scale=scale, chunk_rows=chunk, fused=fused, head_fp8=quantized,
+                                         **kind).loss
 
     chunk = 7 if TINY else 3328
     timed("soft", ours(soft, chunk), 3)
     timed("hard", ours(hard, chunk), 2)
+    quantized: list = []  # made in a variant of its own, so that a refusal costs the others nothing
+
+    def quantize() -> dict:
+        quantized.append(Fp8Head.of(head))
+        return {"gb": (quantized[0].codes.nbytes + quantized[0].scales.nbytes) / 1e9}
+
+    attempt("loss", "quantize the head", 20, quantize)
+    if quantized:
+        timed("hard, fp8 logits", ours(hard, chunk, quantized=quantized[0]), 2)
+        timed("soft, fp8 logits", ours(soft, chunk, quantized=quantized[0]), 3)
     timed("hard, liger", liger_loss(hidden, head, labels), 2)
     timed("soft, plain 1024", ours(soft, 1024, False), 3)
+    if not kernels.usable(device):
+        return
     from dflash.kernels import head_loss
 
     for block, warps in ((8192, 16), (2048, 4), (4096, 4), (8192, 8)):

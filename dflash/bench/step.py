@@ -13,6 +13,7 @@ from dflash.bench.timing import environment, free_memory, matmul_ceiling, measur
 from dflash.bench.workload import StepInputs, StepShape, make_drafter, make_head, make_inputs, matmul_flops
 from dflash.devices import device_named, dtype_named
 from dflash.errors import ConfigError
+from dflash.fp8_head import PRECISIONS, refuse
 from dflash.model import DFlashDrafter
 from dflash.optim import MasterAdamW
 
@@ -63,6 +64,8 @@ def run(args: argparse.Namespace) -> int:
     soft = args.labels == "soft"
     if args.path in ("fast", "both") and not kernels.usable(device):
         raise ConfigError(f"the fast path's Triton kernels do not run on {device}; give --path plain or auto")
+    if args.head_precision == "fp8":
+        refuse(device, dtype, shape.hidden)
     ceiling = matmul_ceiling(device, dtype)
     _refuse_hours(matmul_flops(shape, soft) / ceiling, device)
     inputs = make_inputs(shape, device, dtype, args.seed)
@@ -72,8 +75,9 @@ def run(args: argparse.Namespace) -> int:
 
     def ours(name: str, **options) -> None:
         drafter = make_drafter(shape, head, device, dtype, attention_backend=args.attention,
-                               loss_chunk_rows=args.chunk_rows, **options)
+                               loss_chunk_rows=args.chunk_rows, head_precision=args.head_precision, **options)
         optimizer = make_optimizer(drafter) if args.optimizer else None
+        name += " fp8 head" * (args.head_precision == "fp8")
         results.append(report(name, shape, soft, step_call(drafter, inputs, soft, optimizer), *common))
 
     if args.path in ("plain", "both"):
@@ -94,6 +98,7 @@ def run(args: argparse.Namespace) -> int:
             result["ratio_to_peer"] = result["tokens_per_second"] / results[-1]["tokens_per_second"]
     print_table(results, ceiling)
     write_json(args.json, {"bench": "step", "shape": vars(shape), "dtype": args.dtype, "optimizer": args.optimizer,
+                           "head_precision": args.head_precision,
                            "matmul_ceiling": ceiling, "environment": environment(device), "results": results})
     return 0
 
@@ -135,6 +140,8 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
                         help="over the Triton kernels, over plain modules, or both in turn")
     parser.add_argument("--attention", default=None, help="attention backend; the device's default")
     parser.add_argument("--chunk-rows", type=int, default=None, help="rows of logits alive at once")
+    parser.add_argument("--head-precision", default="same", choices=PRECISIONS,
+                        help="logits in the drafter's dtype, or through a quantized copy of the frozen head")
     parser.add_argument("--optimizer", action="store_true", help="include AdamW over float32 masters")
     parser.add_argument("--peer", choices=["speculators"], help="time an installed peer on the same tensors")
     parser.add_argument("--warmup", type=int, default=2)

@@ -18,6 +18,7 @@ from dflash.compile_safety import protected
 from dflash.control import RunControl
 from dflash.data import Pack
 from dflash.features import make_source
+from dflash.fp8_head import refuse_run
 from dflash.job import Data, make_drafter, make_planner, prepare_data
 from dflash.memory_help import explained
 from dflash.plan import Planner
@@ -40,6 +41,7 @@ def train_rank(folder: str | Path, config: RunConfig, resume: bool = False) -> i
     """This process's part of the run in `folder`; returns the exit code."""
     run = Run.open(folder)
     topology = decide(config.runtime)
+    refuse_run(config, topology)
     began = time.perf_counter()
 
     def failed(cluster: Cluster, failure: dict, error: BaseException | None) -> None:

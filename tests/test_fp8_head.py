@@ -1,0 +1,363 @@
+"""The float8 head against a table of e4m3's values written from the format's definition, and the loss through it against
+dense float64; where it cannot run it is refused before anything is loaded."""
+
+from __future__ import annotations
+
+import math
+import types
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny_models import tiny_target
+
+from dflash import fp8_head
+from dflash.bench.workload import StepShape, make_drafter, make_head, make_inputs
+from dflash.config import create_drafter_config
+from dflash.errors import ConfigError
+from dflash.fp8_head import Fp8Head, quantize_rows
+from dflash.job import make_drafter as drafter_of_a_run
+from dflash.losses import chunked_head_loss
+from dflash.memory_estimate import estimate
+from dflash.model import DFlashDrafter
+from dflash.run_config import RunConfig
+from dflash.runner.replicas import copy_module
+from dflash.topology import Topology, decide
+from dflash.train_run import start_run
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+DTYPES = [torch.float32, torch.bfloat16]
+NOISE = 0.036  # of a product, relative rms: each operand's mantissa is off by up to 1/16, evenly, on average by 0.0255
+
+
+def e4m3_values() -> torch.Tensor:
+    """Every finite value of 1 sign, 4 exponent bits of bias 7, 3 mantissa bits, no infinities; sorted, [253] float64."""
+    positive = {m / 8 * 2.0**-6 for m in range(8)}
+    positive |= {(1 + m / 8) * 2.0 ** (e - 7) for e in range(1, 16) for m in range(8)} - {480.0}  # that code is NaN
+    return torch.tensor(sorted(positive | {-v for v in positive}), dtype=torch.float64)
+
+
+def wide_rows(dtype, rows=40, width=64):
+    """Elements over six decades, rows over ten."""
+    g = torch.Generator().manual_seed(3)
+    x = torch.randn(rows, width, generator=g) * 10 ** (-6 * torch.rand(rows, width, generator=g))
+    return (x * 10 ** (10 * torch.rand(rows, 1, generator=g) - 5)).to(dtype)
+
+
+def restored(x):
+    codes, scales = quantize_rows(x)
+    assert codes.dtype == torch.float8_e4m3fn and scales.dtype == torch.float32
+    return codes.double() * scales[:, None].double()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_each_element_is_the_nearest_of_its_row(dtype):
+    x = wide_rows(dtype)
+    codes, scales = quantize_rows(x)
+    scaled = x.double() / scales[:, None].double()
+    peak = scaled.abs().amax(-1)
+    assert ((peak >= 128) & (peak < 256)).all() and (scales.frexp().mantissa == 0.5).all()  # powers of two
+    distance = (scaled[..., None] - e4m3_values()).abs().amin(-1)
+    assert torch.equal((codes.double() - scaled).abs(), distance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_error_of_an_element(dtype):
+    x = wide_rows(dtype).double()
+    error, peak = (restored(x.to(dtype)) - x).abs(), x.abs().amax(-1, keepdim=True)
+    normal = x.abs() >= peak * 2.0**-13
+    assert (error <= x.abs() * 2.0**-4)[normal].all() and (error <= peak * 2.0**-17).masked_fill(normal, True).all()
+    assert (error / x.abs())[normal].max() > 0.05 and not normal.all()  # the bound is near, and both kinds occur
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_e4m3_holds_is_kept_at_every_scale(dtype):
+    held = e4m3_values()
+    held = held[held.abs() < 256]
+    for exponent in (-60, -9, 0, 1, 40):
+        row = (held * 2.0**exponent).to(dtype)[None]
+        assert torch.equal(restored(row)[0], held * 2.0**exponent)
+
+
+def test_zero_tiny_and_huge_rows():
+    x = torch.tensor([0.0, 1e-44, 1e-30, 3e38, 1.0])[:, None] * torch.tensor([1.0, -0.5, 0.25, 0.0] * 4)
+    codes, scales = quantize_rows(x)
+    assert scales.isfinite().all() and (scales > 0).all() and codes.float().isfinite().all()
+    assert (restored(x)[0] == 0).all()
+    for row in (2, 3, 4):
+        assert torch.allclose(restored(x)[row], x[row].double(), rtol=2.0**-4, atol=0)
+    head = Fp8Head.of(x)
+    assert (head.logits(torch.zeros(2, 16)) == 0).all()
+    huge = head.logits(torch.full((1, 16), 1e30))[0]  # 3e38 * 1e30 is no float32
+    assert huge[3].isinf() and huge[4].isfinite() and huge[0] == 0
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_not_finite_stays_so(bad, dtype):
+    g = torch.Generator().manual_seed(0)
+    hidden, table = torch.randn(4, 32, generator=g).to(dtype), torch.randn(20, 32, generator=g).to(dtype)
+    hidden[2, 5] = bad
+    logits = Fp8Head.of(table).logits(hidden)
+    assert logits[2].isnan().all() and logits[[0, 1, 3]].isfinite().all()
+    table[7, 0] = bad
+    logits = Fp8Head.of(table).logits(hidden[:2])
+    assert logits[:, 7].isnan().all() and logits[:, :7].isfinite().all() and logits[:, 8:].isfinite().all()
+    loss = chunked_head_loss(hidden, table, scale=torch.ones(4), labels=torch.arange(4), head_fp8=Fp8Head.of(table)).loss
+    assert loss.isnan()
+
+
+def realistic(seed, rows=96, hidden=256, vocab=2003):  # 2003 is no multiple of 16
+    """Unit hidden states and a head that gives logits of spread 2, as a trained model's."""
+    g = torch.Generator().manual_seed(seed)
+    states = [torch.randn(rows, hidden, generator=g) for _ in range(2)]
+    return *states, torch.randn(vocab, hidden, generator=g) * 0.125, torch.randint(0, vocab, (rows,), generator=g)
+
+
+def dense(logits, labels, teacher_logits):
+    """Row losses of float64 logits, and their gradient."""
+    x = logits.double().detach().requires_grad_()
+    if teacher_logits is None:
+        rows = F.cross_entropy(x, labels, reduction="none")
+    else:
+        log_t = teacher_logits.double().log_softmax(-1)
+        rows = (log_t.exp() * (log_t - x.log_softmax(-1))).sum(-1)
+    return rows.detach(), torch.autograd.grad(rows.sum(), x)[0]
+
+
+@pytest.mark.parametrize("soft", [False, True])
+def test_loss_is_that_of_the_quantized_logits_and_the_gradient_takes_the_real_head(soft):
+    """The product in float64 from dequantized rows is what float32 accumulation must give: 1e-5 is its rounding."""
+    hidden, teacher, table, labels = realistic(1)
+    quantized = restored(table)
+    logits, teacher_logits = restored(hidden) @ quantized.T, restored(teacher) @ quantized.T if soft else None
+    rows, slope = dense(logits, labels, teacher_logits)
+    leaf, scale = hidden.clone().requires_grad_(), torch.rand(96)
+    kind = {"teacher_hidden": teacher} if soft else {"labels": labels}
+    got = chunked_head_loss(leaf, table, scale=scale, chunk_rows=40, head_fp8=Fp8Head.of(table), **kind)
+    got.loss.backward()
+    torch.testing.assert_close(got.row_loss.double(), rows, rtol=1e-5, atol=2e-5)
+    torch.testing.assert_close(got.loss.double(), (rows * scale).sum(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(leaf.grad.double(), (slope * scale[:, None]) @ table.double(), rtol=1e-4, atol=1e-5)
+    assert torch.equal(got.prediction, logits.argmax(-1))
+    wrong = (slope * scale[:, None]) @ quantized  # the quantized head in the gradient would be seen
+    assert (leaf.grad - wrong).norm() / wrong.norm() > 0.01
+
+
+@pytest.mark.parametrize("soft", [False, True])
+def test_loss_and_gradient_near_the_unquantized_ones(soft):
+    """Logits of spread 2 get noise of 2 * NOISE = 0.07. A row's loss moves by about sqrt(2) of that (label's or teacher's
+    side against the softmax's), the mean of 96 rows by 0.01. In the gradient, softmax entries move by 7%: for a hard
+    label only they do, 7% of the small part beside the label; for a soft one both sides do, on a difference."""
+    hidden, teacher, table, labels = realistic(2)
+    logits = hidden.double() @ table.double().T
+    rows, slope = dense(logits, labels, teacher.double() @ table.double().T if soft else None)
+    head = Fp8Head.of(table)
+    error = head.logits(hidden).double() - logits
+    assert error.std() / logits.std() == pytest.approx(NOISE, rel=0.15)
+    leaf = hidden.clone().requires_grad_()
+    kind = {"teacher_hidden": teacher} if soft else {"labels": labels}
+    got = chunked_head_loss(leaf, table, scale=torch.full((96,), 1 / 96), chunk_rows=40, head_fp8=head, **kind)
+    got.loss.backward()
+    assert 0 < abs(float(got.loss.detach()) - float(rows.mean())) < 3 * 0.01
+    assert 0.02 < float((got.row_loss - rows).std()) < 2 * 0.1
+    grad = slope @ table.double() / 96
+    off = float((leaf.grad - grad).norm() / grad.norm())
+    assert (0.02 if soft else 0.002) < off < (0.12 if soft else 0.03)
+
+
+def test_padding_rows_never_win():
+    hidden = torch.ones(3, 16)
+    table = -torch.ones(19, 16) - torch.arange(19)[:, None] / 8  # every logit is below a padding row's 0
+    head = Fp8Head.of(table)
+    assert head.width == 32 and head.logits(hidden).shape == (3, 19)
+    got = chunked_head_loss(hidden, table, scale=torch.ones(3), labels=torch.zeros(3, dtype=torch.int64), head_fp8=head)
+    wanted = F.cross_entropy(hidden.double() @ restored(table).T, torch.zeros(3, dtype=torch.int64), reduction="none")
+    assert (got.prediction == 0).all()
+    torch.testing.assert_close(got.row_loss.double(), wanted)
+
+
+def test_head_in_pieces(monkeypatch):
+    _, _, table, _ = realistic(4)
+    whole = Fp8Head.of(table)
+    monkeypatch.setattr(fp8_head, "_PIECE_ROWS", 100)
+    pieces = Fp8Head.of(table)
+    assert torch.equal(pieces.codes.view(torch.uint8), whole.codes.view(torch.uint8))
+    assert torch.equal(pieces.scales, whole.scales)
+    states = torch.randn(5, 256)
+    torch.testing.assert_close(pieces.logits(states), whole.logits(states))
+    assert fp8_head.memory_bytes(*table.shape) == whole.codes.nbytes + whole.scales.nbytes == 2016 * 260
+
+
+# -- in a drafter ------------------------------------------------------------------------------------------------------
+
+TINY = StepShape(tokens=64, anchors=8, block=4, captured=2, document=24, hidden=32, layers=2, heads=4, kv_heads=2,
+                 head_dim=16, intermediate=48, vocab=90)
+
+
+def drafter_with(precision, **options):
+    torch.manual_seed(0)
+    return make_drafter(TINY, make_head(TINY, CPU, torch.float32), CPU, torch.float32, attention_backend="sdpa",
+                        head_precision=precision, **options)
+
+
+@pytest.mark.parametrize("soft", [False, True])
+def test_a_training_step_with_each_precision(soft):
+    inputs = make_inputs(TINY, CPU, torch.float32).arguments
+    losses, norms = [], []
+    for precision in fp8_head.PRECISIONS:
+        drafter = drafter_with(precision)
+        loss, _ = drafter(**inputs, use_soft_labels=soft)
+        loss.backward()
+        losses.append(float(loss.detach()))
+        norms.append(torch.cat([p.grad.flatten() for p in drafter.parameters()]))
+    assert 0 < abs(losses[1] / losses[0] - 1) < 0.05
+    assert F.cosine_similarity(norms[0], norms[1], 0) > 0.98
+
+
+def test_the_quantized_head_is_no_weight_and_no_checkpoint():
+    same, fp8 = drafter_with("same"), drafter_with("fp8")
+    assert same.head_fp8 is None and same.head_codes.numel() == 0
+    assert same.state_dict().keys() == fp8.state_dict().keys()
+    assert [n for n, _ in same.named_parameters()] == [n for n, _ in fp8.named_parameters()]
+    torch.testing.assert_close(restored(fp8.lm_head).float(),
+                               fp8.head_fp8.codes[:90].float() * fp8.head_fp8.scales[:90, None], rtol=0, atol=0)
+    context = torch.randn(1, 5, 64)
+    drafts = []
+    for drafter in (same, fp8):  # decoding keeps the head's own dtype
+        empty = drafter.new_context()
+        drafter.extend(empty, context)
+        drafts.append(drafter.propose(empty, 3))
+    assert torch.equal(*drafts)
+
+
+def test_the_quantized_head_survives_casts_and_is_shared_by_replicas():
+    drafter = drafter_with("fp8")
+    before = drafter.head_fp8
+    twin = copy_module(drafter, CPU)
+    assert twin.head_codes.data_ptr() == drafter.head_codes.data_ptr()
+    assert twin.head_scale_bits.data_ptr() == drafter.head_scale_bits.data_ptr()
+    assert twin.fc.weight.data_ptr() != drafter.fc.weight.data_ptr()
+    drafter.to(torch.bfloat16)
+    assert drafter.lm_head.dtype == torch.bfloat16
+    assert torch.equal(drafter.head_fp8.codes.float(), before.codes.float())
+    assert torch.equal(drafter.head_fp8.scales, before.scales)
+
+
+def test_a_draft_vocabulary_quantizes_its_rows_alone():
+    config = create_drafter_config(num_draft_layers=1, hidden_size=32, num_attention_heads=2, num_key_value_heads=1,
+                                   head_dim=16, intermediate_size=48, vocab_size=90, draft_vocab_size=21)
+    drafter = DFlashDrafter(config, [0], 4, 4, 89, head_precision="fp8")
+    table, ids = torch.randn(90, 32), torch.arange(0, 84, 4)
+    drafter.load_target_head(table, table, ids)
+    assert drafter.head_fp8.size == 21 and drafter.head_fp8.width == 32
+    assert torch.equal(drafter.head_fp8.codes[:21].float(), quantize_rows(table[ids])[0].float())
+
+
+def test_a_run_passes_its_setting_on():
+    target = tiny_target()
+    for precision in fp8_head.PRECISIONS:
+        config = RunConfig.from_parameters(head_precision=precision, num_captured=2, dtype="float32", warm_start=False)
+        data = types.SimpleNamespace(conversations=[], layer_ids=[0, 2], mask_token_id=60)
+        drafter = drafter_of_a_run(config, target, data, "cpu")
+        assert drafter.head_precision == precision and (drafter.head_fp8 is None) == (precision == "same")
+
+
+def test_memory_of_a_run():
+    target = tiny_target()
+    need = {}
+    for precision in fp8_head.PRECISIONS:
+        config = RunConfig.from_parameters(gpus="cpu", num_captured=2, dtype="float32", head_precision=precision)
+        topology = decide(config.runtime, 0)
+        need[precision] = estimate(config, create_drafter_config(target.config, 2), target.config, topology)[CPU]
+    assert need["fp8"].parts["float8 head"] == 64 * 32 + 64 * 4  # 61 rows rounded up
+    assert need["fp8"].need - need["same"].need == 64 * 36
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A GPU of the compute capability that is set; its product is never tried."""
+    fp8_head._gpu_obstacle.cache_clear()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    yield lambda major, minor: monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, minor))
+    fp8_head._gpu_obstacle.cache_clear()
+
+
+def test_refusals_say_what_was_got_and_what_to_do(gpu, monkeypatch):
+    with pytest.raises(ConfigError, match="multiple of 16, the target's is 40; set head_precision=same"):
+        fp8_head.refuse(CPU, torch.float32, 40)
+    with pytest.raises(ConfigError, match="computes in float32; set dtype=bfloat16 or head_precision=same"):
+        fp8_head.refuse(CUDA, torch.float32, 64)
+    with pytest.raises(ConfigError, match="mps is no NVIDIA GPU; set head_precision=same"):
+        fp8_head.refuse(torch.device("mps"), torch.bfloat16, 64)
+    gpu(8, 0)
+    with pytest.raises(ConfigError, match="compute capability 8.0, float8 products need 8.9 or newer; set"):
+        fp8_head.refuse(CUDA, torch.bfloat16, 64)
+    assert not fp8_head.usable("cuda:0") and fp8_head.usable("cpu")
+
+
+def test_a_product_that_fails_or_lies_is_refused(gpu, monkeypatch):
+    gpu(9, 0)
+    ones = torch.ones
+    monkeypatch.setattr(torch, "ones", lambda *size, device=None, **options: ones(*size, **options))  # on the CPU
+
+    def broken(self, hidden, out=None):
+        raise RuntimeError("no kernel image\nstack of C++")
+
+    monkeypatch.setattr(Fp8Head, "logits", broken)
+    with pytest.raises(ConfigError, match=r"refuses the product \(no kernel image\); set head_precision=same"):
+        fp8_head.refuse(CUDA, torch.bfloat16, 64)
+    fp8_head._gpu_obstacle.cache_clear()
+    monkeypatch.setattr(Fp8Head, "logits", lambda self, hidden, out=None: hidden[:, :48] * 63)
+    with pytest.raises(ConfigError, match="gives a wrong product"):
+        fp8_head.refuse(CUDA, torch.bfloat16, 64)
+    fp8_head._gpu_obstacle.cache_clear()
+    monkeypatch.setattr(Fp8Head, "logits", lambda self, hidden, out=None: hidden[:, :48] * 64)
+    fp8_head.refuse(CUDA, torch.bfloat16, 64)
+
+
+def test_a_run_is_refused_before_its_data_is_read(tmp_path):
+    from transformers import LlamaConfig
+
+    LlamaConfig(hidden_size=40, num_attention_heads=4, vocab_size=90).save_pretrained(tmp_path / "target")
+    (tmp_path / "target" / "model.safetensors").write_bytes(b"")  # never opened
+    settings = dict(target=str(tmp_path / "target"), data="absent.jsonl", gpus="cpu")
+    with pytest.raises(ConfigError, match="multiple of 16, the target's is 40"):
+        start_run(RunConfig.from_parameters(**settings, head_precision="fp8"), root=tmp_path / "runs")
+    assert not (tmp_path / "runs").exists()
+    single = Topology((CUDA,), ((CUDA,),), True, "by hand")
+    config = RunConfig.from_parameters(**settings, head_precision="fp8", dtype="float32")
+    with pytest.raises(ConfigError, match="the target's is 40"):
+        fp8_head.refuse_run(config, single)
+    fp8_head.refuse_run(RunConfig.from_parameters(**settings), single)  # nothing asked for, nothing looked at
+
+
+def test_unknown_precisions_and_heads_are_refused_by_the_drafter():
+    with pytest.raises(ConfigError, match="head_precision must be same or fp8, got 'int4'"):
+        DFlashDrafter(TINY.config, [0], head_precision="int4", mask_token_id=1)
+    with pytest.raises(ConfigError, match="head_precision must be same or fp8, got 'FP8'"):
+        RunConfig.from_parameters(head_precision="FP8")
+    config = create_drafter_config(num_draft_layers=1, hidden_size=24, num_attention_heads=2, num_key_value_heads=1,
+                                   head_dim=8, intermediate_size=48, vocab_size=90)
+    drafter = DFlashDrafter(config, [0], mask_token_id=1, head_precision="fp8")
+    with pytest.raises(ConfigError, match="the target's is 24"):
+        drafter.load_target_head(torch.zeros(90, 24), torch.zeros(90, 24))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("rows", [1, 17, 300])
+def test_the_product_on_a_gpu(rows):
+    """Against the CPU's: bfloat16 rounds logits to 2^-9, fast accumulation loses up to 1% of the running sum."""
+    if not fp8_head.usable("cuda"):
+        pytest.skip(fp8_head.obstacle("cuda"))
+    hidden, _, table, _ = (t.bfloat16() if t.is_floating_point() else t for t in realistic(5, rows=rows, hidden=1024))
+    wanted = Fp8Head.of(table).logits(hidden.float())
+    head = Fp8Head.of(table.cuda())
+    out = torch.full((rows, head.width), float("nan"), dtype=torch.bfloat16, device="cuda")
+    got = head.logits(hidden.cuda(), out)
+    assert got.data_ptr() == out.data_ptr() and math.isclose(float(out[:, head.size :].abs().max()), 0.0)
+    assert (got.cpu().float() - wanted).abs().max() < 0.02 * wanted.abs().max()
