@@ -50,8 +50,8 @@ def test_step(capsys, tmp_path, labels):
 def test_step_through_a_float8_head(capsys, tmp_path):
     losses = []
     for precision in ("same", "fp8"):
-        result, text = run(capsys, tmp_path / "step.json", "step", *options(TINY), "--labels", "hard", "--head-precision", precision,
-                           "--repeats", "1", "--warmup", "0")
+        result, text = run(capsys, tmp_path / "step.json", "step", *options(TINY), "--labels", "hard",
+                           "--head-precision", precision, "--repeats", "1", "--warmup", "0")
         assert result["head_precision"] == precision and ("fp8 head" in text) == (precision == "fp8")
         losses.append(result["results"][0]["loss"])
     assert losses[0] != losses[1] == pytest.approx(losses[0], rel=0.05)

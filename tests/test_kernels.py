@@ -110,8 +110,12 @@ def test_smaller_tiles_where_shared_memory_is_small(device, monkeypatch):
     assert set(keys) == {kernel.CONFIG["dkv"][0]}  # fixed by the ranges
 
 
+@pytest.mark.parametrize("joint", [False, True])
 @pytest.mark.parametrize("soft", [True, False])
-def test_fast_path_is_the_plain_path(device, soft):
+def test_fast_path_is_the_plain_path(device, soft, joint, monkeypatch):
+    from dflash.kernels import blocks
+
+    monkeypatch.setattr(blocks, "JOINT_QKV", joint)
     results = []
     for fast in (False, True):
         torch.manual_seed(0)

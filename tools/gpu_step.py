@@ -283,6 +283,7 @@ def group_levers() -> None:
     import torch
 
     import dflash.model
+    from dflash import kernels
     from dflash.head_plan import HeadPlan
 
     large = setup()[2]
@@ -296,6 +297,12 @@ def group_levers() -> None:
     measured(large, False, ceiling, "levers", f"hard fp8 chunk {wide}", 20, best, repeats=3, chunk=wide,
              head_precision="fp8")
 
+    if kernels.usable(setup()[0]):
+        from dflash.kernels import blocks
+
+        blocks.JOINT_QKV = True
+        measured(large, False, ceiling, "levers", "hard, q k v joint", 20, best, repeats=5)
+        blocks.JOINT_QKV = False
     make = HeadPlan.make.__func__
 
     def unshared(cls, *args):
@@ -377,6 +384,9 @@ def group_loss() -> None:
     for block, warps in ((8192, 16), (2048, 4), (4096, 4), (8192, 8)):
         head_loss.BLOCK, head_loss.WARPS = block, warps
         timed(f"soft, tile {block} warps {warps}", ours(soft, chunk), 3)
+    for block, warps in ((8192, 16), (16384, 32)):  # fewer rows at once: the second pass may find them in the L2 cache
+        head_loss.BLOCK, head_loss.WARPS = block, warps
+        timed(f"hard, tile {block} warps {warps}", ours(hard, chunk), 2)
     head_loss.BLOCK, head_loss.WARPS = 4096, 8
 
 

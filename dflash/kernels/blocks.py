@@ -13,6 +13,9 @@ from torch import Tensor
 from dflash.kernels import pointwise
 
 HalfRotary = tuple[Tensor, Tensor]  # cos, sin, each [P, D / 2] float32
+# One product for q, k and v instead of three. Weight gradients of k and v alone are too narrow to fill a large GPU, and
+# the input's gradient is summed over three products in memory. Off until a GPU has shown that it pays for its copies.
+JOINT_QKV = False
 
 
 def _heads(x: Tensor, d: int) -> Tensor:
@@ -48,17 +51,23 @@ class ProjectQKV(torch.autograd.Function):
         d = q_norm.shape[0]
         total, y, rstd = pointwise.norm_forward(x, delta, norm_weight, eps)
         queries, context = rotary[0].shape[0], context_k.shape[0]
-        q_raw, k_raw = y @ wq.T, y @ wk.T
+        ctx.joint = JOINT_QKV
+        if ctx.joint:
+            q_raw, k_raw, v_raw = (y @ torch.cat([wq, wk, wv]).T).split([len(wq), len(wk), len(wv)], 1)
+        else:
+            q_raw, k_raw, v_raw = y @ wq.T, y @ wk.T, None
         q = torch.empty(queries, wq.shape[0], dtype=y.dtype, device=y.device)
         k, v = (torch.empty(context + queries, wk.shape[0], dtype=y.dtype, device=y.device) for _ in range(2))
         pointwise.head_norm_rotary(q_raw, q_norm, *rotary, eps, _heads(q, d), row_map)
         pointwise.head_norm_rotary(k_raw, k_norm, *rotary, eps, _heads(k[context:], d), row_map)
         pointwise.head_norm_rotary(context_k, k_norm, *context_rotary, eps, _heads(k[:context], d))
         v[:context] = context_v
-        if row_map is None:
-            torch.mm(y, wv.T, out=v[context:])
+        if row_map is not None:
+            torch.index_select(y @ wv.T if v_raw is None else v_raw, 0, row_map, out=v[context:])
+        elif v_raw is not None:
+            v[context:] = v_raw
         else:
-            torch.index_select(y @ wv.T, 0, row_map, out=v[context:])
+            torch.mm(y, wv.T, out=v[context:])
         ctx.save_for_backward(total, rstd, norm_weight, wq, wk, wv, q_norm, k_norm, q_raw, k_raw, context_k,
                               *context_rotary, *rotary, row_map)
         ctx.eps, ctx.slots, ctx.residual = eps, slots, delta is not None
@@ -71,22 +80,32 @@ class ProjectQKV(torch.autograd.Function):
          row_map) = ctx.saved_tensors
         context, queries = context_k.shape[0], cos.shape[0]
         dq, dk = (g if g.stride(-1) == 1 else g.contiguous() for g in (dq, dk))
-        dq_raw = torch.empty(queries, wq.shape[0], dtype=q_raw.dtype, device=q_raw.device)
-        dk_raw = torch.empty(queries, wk.shape[0], dtype=k_raw.dtype, device=k_raw.device)
+        sizes = [len(wq), len(wk), len(wv)]
+        if ctx.joint:
+            joint = torch.empty(queries, sum(sizes), dtype=q_raw.dtype, device=q_raw.device)
+            dq_raw, dk_raw, dv_raw = joint.split(sizes, 1)
+        else:
+            dq_raw, dk_raw = (torch.empty(queries, n, dtype=q_raw.dtype, device=q_raw.device) for n in sizes[:2])
         dcontext_k = torch.empty_like(context_k, memory_format=torch.contiguous_format)
         back = pointwise.head_norm_rotary_backward
         dq_norm = back(q_raw, q_norm, cos, sin, ctx.eps, dq[0], dq_raw, row_map)
         dk_norm = back(k_raw, k_norm, cos, sin, ctx.eps, dk[0, :, context:], dk_raw, row_map)
         dk_norm += back(context_k, k_norm, cos_c, sin_c, ctx.eps, dk[0, :, :context], dcontext_k)
         dv = _flat(dv)
-        dv_raw = dv[context:]
-        if row_map is not None:
-            dq_raw, dk_raw, dv_raw = (_sum_rows(g, ctx.slots) for g in (dq_raw, dk_raw, dv_raw))
         y = pointwise.norm_again(total, rstd, norm_weight)
-        dy = dq_raw @ wq
-        dy.addmm_(dk_raw, wk).addmm_(dv_raw, wv)
+        if ctx.joint:
+            dv_raw.copy_(dv[context:])
+            joint = joint if row_map is None else _sum_rows(joint, ctx.slots)
+            dy, weights = joint @ torch.cat([wq, wk, wv]), (joint.T @ y).split(sizes)
+        else:
+            parts = (dq_raw, dk_raw, dv[context:])
+            if row_map is not None:
+                parts = tuple(_sum_rows(part, ctx.slots) for part in parts)
+            dy = parts[0] @ wq
+            dy.addmm_(parts[1], wk).addmm_(parts[2], wv)
+            weights = [part.T @ y for part in parts]
         dx, dnorm = pointwise.norm_backward(total, rstd, norm_weight, dy, dtotal)
-        return (dx, dx if ctx.residual else None, dnorm, dq_raw.T @ y, dk_raw.T @ y, dv_raw.T @ y,
+        return (dx, dx if ctx.residual else None, dnorm, *weights,
                 dq_norm.to(q_norm.dtype), dk_norm.to(k_norm.dtype), dcontext_k, dv[:context],
                 None, None, None, None, None)
 

@@ -190,7 +190,8 @@ def _empty_like(drafter: DFlashDrafter, dtype: torch.dtype, device: torch.device
     with torch.device("meta"), torch.random.fork_rng(devices=[]):
         whole = DFlashDrafter(drafter.config, drafter.target_layer_ids, drafter.block_size, drafter.max_anchors,
                               drafter.mask_token_id, attention_backend=drafter.attention_backend,
-                              max_dense_bytes=drafter.max_dense_bytes, loss_chunk_rows=drafter.loss_chunk_rows)
+                              max_dense_bytes=drafter.max_dense_bytes, loss_chunk_rows=drafter.loss_chunk_rows,
+                              head_precision=drafter.head_precision)
     whole = whole.to(dtype).to_empty(device=device)
     for name, buffer in drafter.named_buffers():
         setattr(whole, name, buffer)
