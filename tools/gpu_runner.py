@@ -27,8 +27,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 OUT = Path(os.environ.get("OUT", "out"))
 TINY = os.environ.get("GPU_RUNNER_TINY") == "1"  # a dry run of the script itself, on CPU workers
 PARTS = [  # in this order; seconds each may take; `full` goes on to its next size until one fits
-    ("stamps", 60), ("equal", 90), ("full:0", 240), ("full:1", 150), ("full:2", 120), ("failure", 40), ("memory", 70),
-    ("throughput", 90), ("torchrun", 90), ("linear", 80), ("linear_without", 60),
+    ("stamps", 60), ("equal", 120), ("full:0", 260), ("full:1", 150), ("full:2", 120), ("failure", 110), ("memory", 220),
+    ("throughput", 240), ("torchrun", 200), ("linear", 300), ("linear_without", 90),
 ]
 FULL_SIZES = [(40000, 1024), (40000, 768), (32768, 512)]
 
@@ -125,14 +125,14 @@ def part_equal() -> None:
     from dflash.bench.pipeline_checks import check_equal
 
     for label, topology in topologies().items():
-        attempt("equal", label, 60, lambda t=topology: check_equal(case("small", 2), t, 20))
+        attempt("equal", label, 80, lambda t=topology: check_equal(case("small", 2), t, 20))
 
 
 def part_memory() -> None:
     from dflash.bench.pipeline_checks import check_memory
 
     for label, topology in topologies().items():
-        attempt("memory", label, 60, lambda t=topology: check_memory(
+        attempt("memory", label, 110, lambda t=topology: check_memory(
             case("medium", len(t.drafters), target_layers=4), t, 60 if TINY else 200))
 
 
@@ -145,17 +145,17 @@ def part_throughput() -> None:
         topology = topologies()[key]
 
         def call(t=topology, n=layers) -> dict:
-            result = measure_pipeline(case("medium", len(t.drafters), target_layers=n), t, 30)
+            result = measure_pipeline(case("medium", len(t.drafters), target_layers=n), t, 40, repeats=10)
             return {"ok": result["of_slower_side"] >= 0.95 and result["pipeline"]["finite"], **result}
 
-        attempt("throughput", label, 60, call)
+        attempt("throughput", label, 90, call)
 
 
 def part_failure() -> None:
     from dflash.bench.pipeline_checks import check_failure
 
     for label, topology in topologies().items():
-        attempt("failure", label, 30, lambda t=topology: check_failure(case("small", len(t.drafters)), t))
+        attempt("failure", label, 60, lambda t=topology: check_failure(case("small", len(t.drafters)), t))
 
 
 def part_full(size: int) -> None:
@@ -176,7 +176,7 @@ def part_full(size: int) -> None:
         return {"ok": result["of_slower_side"] >= 0.95 and result["pipeline"]["finite"], "tokens": tokens,
                 "anchors": anchors, "advice": advice(8, rates, (5, 3)), **result}
 
-    attempt("full", f"27B shape, T {tokens}, {anchors}x{job.shape.block}", 230, call)
+    attempt("full", f"27B shape, T {tokens}, {anchors}x{job.shape.block}", 250, call)
 
 
 def part_linear(hide: bool = False) -> None:
@@ -196,9 +196,9 @@ def part_linear(hide: bool = False) -> None:
     target = bench.make_target(shape, device, torch.float32 if TINY else torch.bfloat16)
     ceiling = matmul_ceiling(device, target.dtype)
     part = "linear_without" if hide else "linear"
-    attempt(part, "plain capture", 50, lambda: {"ok": True, **bench.report("plain", target, shape, ceiling, 1, 3)})
+    attempt(part, "plain capture", 200, lambda: {"ok": True, **bench.report("plain", target, shape, ceiling, 1, 3)})
     if not hide:
-        attempt(part, "fast capture", 50, lambda: {"ok": fast_target.attach(target, required=True),
+        attempt(part, "fast capture", 200, lambda: {"ok": fast_target.attach(target, required=True),
                                                    **bench.report("fast", target, shape, ceiling, 1, 3)})
 
 
@@ -212,7 +212,7 @@ def part_torchrun() -> None:
 
     job = case("small", 2)
     for label, topology in topologies().items():
-        attempt("torchrun", label, 80, lambda t=topology: check_torchrun(job, t, 20))
+        attempt("torchrun", label, 100, lambda t=topology: check_torchrun(job, t, 20))
 
 
 # -- the parent -----------------------------------------------------------------------------------------------------

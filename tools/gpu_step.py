@@ -26,7 +26,7 @@ OUT = Path(os.environ.get("OUT", "out"))
 # Processes in this order, each a list of groups and the seconds it may take. A process that dies is started again for
 # what it has not done; the peer gets one of its own because it needs nearly the whole card.
 PROCESSES = [
-    ("check,attention,step", 300), ("peer", 120), ("small", 60), ("peer_small", 120), ("target", 150), ("loss,levers", 150),
+    ("check,attention,step", 300), ("peer", 120), ("small", 60), ("peer_small", 120), ("target", 320), ("loss,levers", 180),
 ]
 STARTS = 3
 TINY = os.environ.get("GPU_STEP_TINY") == "1"  # a dry run of the script itself, on a CPU
@@ -320,7 +320,7 @@ def group_levers() -> None:
 
     dflash.model.chunked_head_loss = functools.wraps(plain)(swapped)
     if not TINY:
-        measured(large, True, ceiling, "levers", "plain layers, fused loss", 25, repeats=3, fast_path=False)
+        measured(large, True, ceiling, "levers", "plain layers, fused loss", 60, repeats=3, fast_path=False)
         measured(large, True, ceiling, "levers", "fast layers, plain loss", 25, best, repeats=3, chunk=1024)
     dflash.model.chunked_head_loss = plain
 
@@ -498,7 +498,7 @@ def group_target() -> None:
         record(group="target", name="-", error=str(error))
         return
     for name, call in target.variants(device, dtype, TINY):
-        attempt("target", name, 100, call)  # autotuning takes most of it
+        attempt("target", name, 230, call)  # autotuning takes most of it
 
 
 # -- the parent -----------------------------------------------------------------------------------------------------
