@@ -133,12 +133,16 @@ def rope_theta_of(config: Any, default: float = 10000.0) -> float:
     return float(default if value is None else value)
 
 
+_HEADS = ("num_attention_heads", "num_key_value_heads", "head_dim")
+
+
 def create_drafter_config(target_config: Any = None, num_draft_layers: int = 5, **overrides: Any) -> DrafterConfig:
     """Drafter shape for a target.
 
     Args:
         target_config: a transformers config (dense Llama/Qwen3 style, or one that nests such a config under
-            `text_config`); None gives the Qwen3.6-27B drafter.
+            `text_config`); None gives the Qwen3.6-27B drafter. A hybrid target's few wide heads (24 of 256) are no model
+            for the drafter's attention: heads wider than 128 become the Qwen3.6-27B drafter's.
         num_draft_layers: L, transformer layers of the drafter.
         **overrides: any field of `DrafterConfig`.
 
@@ -156,6 +160,9 @@ def create_drafter_config(target_config: Any = None, num_draft_layers: int = 5, 
             "Qwen3-style model"
         )
     heads = source.num_attention_heads
+    hybrid = any("linear" in kind for kind in getattr(source, "layer_types", None) or ())
+    if hybrid and (getattr(source, "head_dim", None) or 0) > DrafterConfig.head_dim:
+        overrides = {name: getattr(DrafterConfig, name) for name in _HEADS} | overrides
     intermediate = getattr(source, "intermediate_size", None) or overrides.get("intermediate_size")
     if intermediate is None:
         raise ConfigError(f"{type(source).__name__} has no dense intermediate_size; pass intermediate_size=...")

@@ -28,6 +28,7 @@ from dflash.export import drafter_layout, open_drafter
 from dflash.features import OnlineFeatures
 from dflash.job import prepare_data
 from dflash.parity import parity_check
+from dflash.random_target import NOTHING_TO_DECODE, is_random
 from dflash.run_config import RunConfig
 from dflash.target import Target, load_target
 from dflash.train_run import run_folder
@@ -96,6 +97,8 @@ def evaluate(options: EvaluateOptions, say=print) -> dict[str, Any]:
     name = options.target or (config.target.target if config else None) or settings["target"]
     if name is None:
         raise ConfigError(f"{folder} does not say which target it belongs to; name it with --target")
+    if is_random(name):
+        raise ConfigError(f"{NOTHING_TO_DECODE} (target '{name}'); evaluate a drafter of a trained target")
     questions = _questions(options)
     target = load_target(name, device, dtype, list(settings["target_layer_ids"]))
     drafter = open_drafter(folder, target, dtype)

@@ -35,6 +35,7 @@ from dflash.drafter_io import read_settings as read_own_settings
 from dflash.errors import ConfigError
 from dflash.layouts import SPECULATORS_OFFSET, read_settings, speculators_config, zlab_config
 from dflash.model import DFlashDrafter
+from dflash.random_target import random_head
 from dflash.target_loading import DEFAULT_TARGET, find_embedding_weights, load_config, resolve_source
 
 FORMATS = ("zlab", "speculators", "dflash")
@@ -227,6 +228,8 @@ def read_any(folder: str | Path, approximate: bool = False) -> tuple[DFlashDraft
 def target_head(name: str) -> Tensor:
     """The target's head [V, H], read from its files where they can be read without building the model."""
     source = resolve_source(name)
+    if source.random:
+        return random_head(name, torch.device("cpu"), torch.bfloat16).head_weight
     if source.gguf_file is None and Path(source.location).is_dir():
         return find_embedding_weights(source.location)[1]
     from dflash.target import load_target

@@ -37,17 +37,25 @@ class FeatureSource(Protocol):
 
 
 class OnlineFeatures:
-    """Runs the target for every request; keeps nothing."""
+    """Runs the target for every request; keeps nothing.
 
-    def __init__(self, target: Target, dtype: torch.dtype | None = None, device: torch.device | str | None = None):
-        self.target, self.dtype, self.device = target, dtype, device
+    `last_hidden` False is for hard labels: `verifier_last_hidden` is zeros, and no layer past the last captured one runs.
+    """
+
+    def __init__(self, target: Target, dtype: torch.dtype | None = None, device: torch.device | str | None = None,
+                 last_hidden: bool = True):
+        self.target, self.dtype, self.device, self.last_hidden = target, dtype, device, last_hidden
         self._lock = threading.Lock()
 
     def get(self, pack: Pack) -> Features:
         with self._lock:  # one forward at a time: two would only share the same device and twice its memory
-            features = self.target.capture(pack.input_ids.unsqueeze(0), pack.lengths, pack.position_ids)
+            features = self.target.capture(pack.input_ids.unsqueeze(0), pack.lengths, pack.position_ids,
+                                           last_hidden=self.last_hidden)
         check_features(features, pack, self.target)
-        return features.to(device=self.device or self.target.device, dtype=self.dtype or self.target.dtype)
+        device, dtype = self.device or self.target.device, self.dtype or self.target.dtype
+        hidden, last = features.all_hidden_states.to(device, dtype), features.verifier_last_hidden
+        return Features(hidden, last.to(device, dtype) if self.last_hidden else
+                        hidden.new_zeros(1, 1, 1).expand(last.shape))
 
     def close(self) -> None:
         pass
@@ -92,7 +100,7 @@ class CachedFeatures:
         self.target, self.max_bytes, self.dtype = target, max_bytes, dtype
         self.keep_last_hidden, self.device = keep_last_hidden, device
         self.stats = CacheStats()
-        self._online = OnlineFeatures(target, dtype, "cpu" if directory is not None else storage)
+        self._online = OnlineFeatures(target, dtype, "cpu" if directory is not None else storage, keep_last_hidden)
         self._lock = threading.Lock()
         self._memory: dict[str, Tensor] = {}
         self._folder: Path | None = None
@@ -211,4 +219,4 @@ def make_source(target: Target, packs: list[Pack], mode: str = "auto", max_bytes
         cached = CachedFeatures(target, max_bytes, directory, device=device, **options)
         if mode == "offline" or cached.bytes_needed(packs) <= max_bytes:
             return cached
-    return OnlineFeatures(target, options.get("dtype"), device)
+    return OnlineFeatures(target, options.get("dtype"), device, options.get("keep_last_hidden", True))

@@ -14,7 +14,16 @@ from torch import Tensor
 
 from dflash.attention import DEFAULT_MAX_DENSE_BYTES
 from dflash.config import create_drafter_config
-from dflash.data import Conversation, DataReport, Pack, load_conversations, make_packs, split_held_out
+from dflash.data import (
+    Conversation,
+    DataReport,
+    Pack,
+    load_conversations,
+    make_packs,
+    random_conversations,
+    random_packs,
+    split_held_out,
+)
 from dflash.devices import compute_dtype
 from dflash.errors import ConfigError, DataError
 from dflash.export import drafter_layout, open_drafter
@@ -22,6 +31,7 @@ from dflash.features import CachedFeatures, FeatureSource, make_source
 from dflash.losses import describe_decay
 from dflash.model import DFlashDrafter
 from dflash.plan import Planner
+from dflash.random_target import RandomHead, is_random
 from dflash.run_config import RunConfig
 from dflash.target import (
     Target,
@@ -36,6 +46,7 @@ from dflash.target_speed import preflight
 from dflash.warm_start import warm_start
 
 Say = Callable[[str], None]
+_DRAWN_ON_CPU = 500_000_000  # weights; about five seconds
 
 
 @dataclass
@@ -71,13 +82,14 @@ def prepare_data(config: RunConfig) -> Data:
     options = config.data
     source = resolve_source(config.target.target)
     model_config = load_config(source)
+    refuse_for_random(config)
     tokenizer = load_tokenizer(source, model_config)
     layers = model_config.num_hidden_layers
     config = like_its_start(config)
     wanted = config.target.target_layers
     layer_ids = (default_layer_ids(layers, min(config.target.num_captured, layers)) if wanted is None
                  else validate_layer_ids(wanted, layers))
-    end_ids = sorted({*end_token_ids(model_config), tokenizer.eos_token_id} - {None})
+    end_ids = sorted({*end_token_ids(model_config), getattr(tokenizer, "eos_token_id", None)} - {None})
     if config.drafter.warm_start and config.drafter.drafter_layers > layers:
         raise ConfigError(f"warm_start copies the target's last layers, and the target has {layers}, fewer than "
                           f"drafter_layers = {config.drafter.drafter_layers}; make the drafter smaller or switch "
@@ -86,10 +98,18 @@ def prepare_data(config: RunConfig) -> Data:
     mask_token_id = (choose_mask_token_id(tokenizer, model_config.vocab_size, end_ids) if asked is None
                      else validate_mask_token_id(asked, tokenizer, model_config.vocab_size, end_ids))
 
+    count = random_packs(options.data)
+    if count is not None:
+        conversations, report = random_conversations(count, options.pack_length, model_config.vocab_size,
+                                                     (mask_token_id, *end_ids), config.train.seed)
+        packs = make_packs(conversations, options.pack_length, order="in_order")
+        return Data(conversations, [], packs, [], report, layer_ids, mask_token_id)
     read = {"max_length": options.pack_length, "block_size": config.drafter.block_size,
             "vocab_size": model_config.vocab_size}
     conversations, report = load_conversations(options.data, tokenizer, **read)
-    if options.held_out_data is None:
+    if is_random(config.target.target):
+        train, held_out = conversations, []
+    elif options.held_out_data is None:
         train, held_out = _part(conversations, options.held_out)
     else:
         others, _ = load_conversations(options.held_out_data, tokenizer, **read)
@@ -100,10 +120,23 @@ def prepare_data(config: RunConfig) -> Data:
     if not train:
         raise DataError(f"{options.data} leaves no conversation for training after {len(held_out)} were held out; give "
                         "more conversations or a smaller held_out")
-    pad = tokenizer.pad_token_id or 0
+    pad = getattr(tokenizer, "pad_token_id", None) or 0
     return Data(train, held_out, make_packs(train, options.pack_length, seed=config.train.seed, pad_token_id=pad),
                 make_packs(held_out, options.pack_length, pad_token_id=pad) if held_out else [], report, layer_ids,
                 mask_token_id)
+
+
+def refuse_for_random(config: RunConfig) -> None:
+    """Raises ConfigError where a random target is asked for what it cannot give."""
+    if not is_random(config.target.target):
+        return
+    name = config.target.target
+    if config.drafter.warm_start and config.drafter.start_from is None:
+        raise ConfigError(f"warm_start copies layers of the target, and those of '{name}' are noise; pass "
+                          "warm_start=False")
+    if config.runtime.gpus_per_target > 1:
+        raise ConfigError(f"'{name}' is made on one device and cannot be spread over gpus_per_target="
+                          f"{config.runtime.gpus_per_target}; use 1, or fewer layers ({name.split('@')[0]}@8)")
 
 
 def like_its_start(config: RunConfig) -> RunConfig:
@@ -153,8 +186,9 @@ def prepare(config: RunConfig, *, drafter_device: torch.device | str = "cpu",
     say(f"{len(data.conversations)} conversations in {len(data.train_packs)} packs, {len(data.held_out)} held out")
     target_device = drafter_device if target_device is None else target_device
     target = load_target(config.target.target, device=target_device, layer_ids=data.layer_ids,
-                         dtype=compute_dtype(config.target.target_dtype, target_device))
+                         dtype=compute_dtype(config.target.target_dtype, target_device), fast=config.target.fast_capture)
     say(target.describe())
+    say_random(config, say)
     if target.is_hybrid:
         say(preflight(target).message or "hybrid target with fast linear-attention kernels")
     drafter = make_drafter(config, target, data, drafter_device)
@@ -166,6 +200,12 @@ def prepare(config: RunConfig, *, drafter_device: torch.device | str = "cpu",
         keep_last_hidden=train.soft_labels, dtype=torch.bfloat16, device=drafter_device,
     )
     return Job(config, data, target, drafter, planner, source)
+
+
+def say_random(config: RunConfig, say: Say) -> None:
+    """Where a run's numbers measure speed and memory alone, say so in its record."""
+    if is_random(config.target.target):
+        say(f"{config.target.target} has random weights: losses and acceptance say nothing of quality")
 
 
 def capture_features(job: Job, say: Say) -> None:
@@ -182,8 +222,9 @@ def capture_features(job: Job, say: Say) -> None:
     job.source.prepare(packs, progress)
 
 
-def make_drafter(config: RunConfig, target: Target, data: Data, device: torch.device | str) -> DFlashDrafter:
-    """A drafter for this target, with the start that the settings ask for. Seeded, the same on every device."""
+def make_drafter(config: RunConfig, target: Target | RandomHead, data: Data, device: torch.device | str) -> DFlashDrafter:
+    """A drafter for this target, with the start that the settings ask for. Seeded, and the same on every device; one too
+    large to be drawn on the CPU in seconds is drawn where it will be, the same on all GPUs of one kind."""
     options = config.drafter
     dtype = compute_dtype(config.train.dtype, device)
     running = {"attention_backend": None if options.attention == "auto" else options.attention,
@@ -197,7 +238,8 @@ def make_drafter(config: RunConfig, target: Target, data: Data, device: torch.de
     shape = create_drafter_config(target.config, options.drafter_layers,
                                   draft_vocab_size=None if ids is None else ids.numel())
     devices = [torch.device(device)] if torch.device(device).type == "cuda" else []
-    with torch.random.fork_rng(devices):
+    large = shape.parameter_count(len(data.layer_ids)) > _DRAWN_ON_CPU and not options.warm_start
+    with torch.random.fork_rng(devices), torch.device(device if large else "cpu"):
         torch.manual_seed(config.train.seed)
         drafter = DFlashDrafter(
             shape, data.layer_ids, options.block_size, options.max_anchors, data.mask_token_id,

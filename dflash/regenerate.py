@@ -26,6 +26,7 @@ from dflash.endpoint import Endpoint
 from dflash.errors import ConfigError, DataError
 from dflash.generation import ENGINES, Answer, Generator, Sampling, tokens_per_second
 from dflash.prompts import make_prompts, prompts_in
+from dflash.random_target import NOTHING_TO_DECODE, is_random
 from dflash.target import Target, load_target
 
 
@@ -291,6 +292,8 @@ def main(options: argparse.Namespace) -> int:
         endpoint = Endpoint(options.endpoint, options.model, options.max_new_tokens, options.batch_size, key)
         settings["target"] = f"{endpoint.model} at {endpoint.url}"
     else:
+        if is_random(options.target):
+            raise ConfigError(f"{NOTHING_TO_DECODE} (target '{options.target}'); name a trained target")
         target = load_target(options.target, options.device, options.dtype)
         dtype = str(target.dtype).removeprefix("torch.")
         settings |= {"dtype": dtype, "target_fingerprint": target.fingerprint()}

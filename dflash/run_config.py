@@ -34,10 +34,11 @@ def _require(condition: bool, message: str) -> None:
 class TargetOptions:
     """Which frozen model, and what is read from it."""
 
-    target: str = "smollm2"  # "smollm2" (packaged), a local folder, a .gguf file, or a hub id
+    target: str = "smollm2"  # "smollm2" (packaged), a local folder, a .gguf file, a hub id, or "random:qwen3.6-27b"
     target_layers: tuple[int, ...] | None = None  # captured layer ids (id l = output of layer l); None: evenly spread
     num_captured: int = 3  # how many layers when target_layers is None
     target_dtype: str = "auto"  # "auto", "float32" or "bfloat16"
+    fast_capture: bool = True  # a hybrid target on a GPU: capture by the fast kernels where they agree with the plain ones
 
     def __post_init__(self) -> None:
         _require(self.num_captured >= 1, f"num_captured must be at least 1, got {self.num_captured}")
@@ -48,7 +49,7 @@ class TargetOptions:
 class DataOptions:
     """Which conversations, and how they are packed."""
 
-    data: str = "data/smollm2_conversations.jsonl"  # conversations: JSONL, Parquet, or a datasets folder
+    data: str = "data/smollm2_conversations.jsonl"  # conversations: JSONL, Parquet, a datasets folder, or "random:24"
     pack_length: int = 1024  # T, tokens of one pack
     max_conversations: int | None = None  # read at most this many; None: all
     held_out: int = 24  # conversations kept for evaluation, chosen by prompt
@@ -109,14 +110,16 @@ class TrainOptions:
     features: str = "auto"  # "offline" (captured once, cached), "online", or "auto" by cache_gib
     cache_gib: float = 2.0  # bound of the feature cache in memory
     cache_dir: str | None = None  # keep the cached features on disk here instead
-    eval_every: int = 50
-    checkpoint_every: int = 200
+    eval_every: int = 50  # steps; 0: never
+    checkpoint_every: int = 200  # steps; 0: never, not even at the end, so there is nothing to resume or evaluate
     keep_checkpoints: int = 2
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("steps", "packs_per_step", "eval_every", "checkpoint_every", "keep_checkpoints"):
+        for name in ("steps", "packs_per_step", "keep_checkpoints"):
             _require(getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("eval_every", "checkpoint_every"):
+            _require(getattr(self, name) >= 0, f"{name} must be at least 1, or 0 for never, got {getattr(self, name)}")
         _require(self.lr > 0 and math.isfinite(self.lr), f"lr must be positive, got {self.lr}")
         for name in ("weight_decay", "cache_gib"):
             _require(0 <= getattr(self, name) < math.inf, f"{name} must be at least 0, got {getattr(self, name)}")

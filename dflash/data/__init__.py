@@ -6,6 +6,7 @@ reports (`report`); `split_held_out` and `make_packs` (`packing`) make training 
 
 from dflash.data.conversations import cache_key, iter_conversations, load_conversations, tokenizer_fingerprint
 from dflash.data.packing import Conversation, Pack, make_packs, split_held_out, stream_packs
+from dflash.data.random_ids import random_conversations, random_packs
 from dflash.data.rendering import ChatRenderer
 from dflash.data.report import DataReport
 
@@ -18,6 +19,8 @@ __all__ = [
     "iter_conversations",
     "load_conversations",
     "make_packs",
+    "random_conversations",
+    "random_packs",
     "split_held_out",
     "stream_packs",
     "tokenizer_fingerprint",

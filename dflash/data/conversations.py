@@ -134,6 +134,9 @@ class _RowReader:
                     f"{place} has {len(ids)} input_ids and {len(mask)} loss_mask entries; wanted equal"
                 )
             return ids, mask, True
+        if self.tokenizer is None:
+            raise DataError(f"{place} is text, and the target has no tokenizer to read it with; give rows with input_ids "
+                            "and loss_mask, or data='random:24' for 24 packs of random ids")
         if self.renderer is None:
             self.renderer = ChatRenderer(self.tokenizer, self.template, self.template_kwargs)
         ids, mask = self.renderer(messages_of(row), row.get("tools"))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import platform
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+
+from dflash.environment import interpreter
 
 
 def text_table(rows: Sequence[dict[str, Any]]) -> str:
@@ -34,7 +34,7 @@ def environment_line() -> str:
     """Interpreter, torch and devices in two lines."""
     names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     devices = ", ".join(f"cuda:{i} {name}" for i, name in enumerate(names)) or "no GPU"
-    return (f"python {platform.python_version()} at {sys.executable}\n"
+    return (f"{interpreter()}\n"
             f"torch {torch.__version__} · {devices} · {os.cpu_count()} cores")
 
 

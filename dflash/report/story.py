@@ -14,6 +14,7 @@ import numpy as np
 from ..dashboard import style
 from ..dashboard.panels import BONUS
 from ..dashboard.series import RunSeries, Series
+from ..random_target import is_random
 
 FLAT = 0.02  # the runtime contract: steady memory of a GPU moves by at most 2% after warmup
 FLAT_PROCESS = 0.15  # resident memory of a process is the system's business, too
@@ -83,6 +84,8 @@ def what_ran(config: dict[str, Any]) -> str:
         parts.append(f"A {size}drafter{block_text}")
         if target:
             parts[-1] += f" for the target {target}"
+            if is_random(target):
+                parts[-1] += " (random weights: its losses and acceptance say nothing of quality)"
     if get("pack_length") is not None:
         anchors = f" and up to {get('max_anchors')} anchors" if get("max_anchors") is not None else ""
         parts.append(f"packs of {get('pack_length'):,} tokens{anchors}")

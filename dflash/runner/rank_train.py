@@ -17,11 +17,13 @@ from dflash.checkpoint import checkpoint_folder, latest_checkpoint, load_trainer
 from dflash.compile_safety import protected
 from dflash.control import RunControl
 from dflash.data import Pack
+from dflash.devices import dtype_named
 from dflash.features import make_source
 from dflash.fp8_head import refuse_run
-from dflash.job import Data, make_drafter, make_planner, prepare_data
+from dflash.job import Data, make_drafter, make_planner, prepare_data, say_random
 from dflash.memory_help import explained
 from dflash.plan import Planner
+from dflash.random_target import RandomHead, is_random, random_head
 from dflash.resume import load_training, same_plan, save_training, whole_drafter
 from dflash.run_config import RunConfig
 from dflash.runner.cluster import Cluster, LifeLine
@@ -83,6 +85,7 @@ def _work(cluster: Cluster, life: LifeLine, run: Run, config: RunConfig, topolog
         if not cluster.drafts:
             target = _load_target(config, data, topology.targets[cluster.index], topology)
             say(f"{target.describe()} on {', '.join(map(str, topology.targets[cluster.index]))}")
+            say_random(config, say)
             serve_target(cluster, _source(config, target, data, topology), order_planner(config, data), first_step,
                          config.train.steps, soft, data.held_out_packs, metrics)
             return
@@ -147,8 +150,20 @@ def _fitted(cluster: Cluster, config: RunConfig, topology: Topology, say: Callab
 def _load_target(config: RunConfig, data: Data, devices: tuple[torch.device, ...], topology: Topology) -> Target:
     sharded = len(devices) > 1
     target = load_target(config.target.target, device="cpu" if sharded else devices[0], layer_ids=data.layer_ids,
-                         dtype=config.target.target_dtype, self_test=not sharded)
+                         dtype=config.target.target_dtype, self_test=not sharded,
+                         fast=config.target.fast_capture and not sharded)
     return shard_target(target, devices) if sharded else target
+
+
+def _what_a_drafter_needs(cluster: Cluster, config: RunConfig, data: Data) -> Target | RandomHead:
+    """The rank's own target; or one on the CPU to read from, of which random weights leave all but the head out."""
+    name, dtype = config.target.target, config.target.target_dtype
+    if cluster.roles.paired:
+        return load_target(name, device=cluster.device, layer_ids=data.layer_ids, dtype=dtype,
+                           fast=config.target.fast_capture)
+    if is_random(name):
+        return random_head(name, cluster.device, dtype_named(dtype))
+    return load_target(name, device="cpu", layer_ids=data.layer_ids, dtype=dtype, self_test=False)
 
 
 def _source(config: RunConfig, target: Target, data: Data, topology: Topology) -> FeatureSource:
@@ -170,8 +185,7 @@ def _drafter_engine(cluster: Cluster, config: RunConfig, data: Data, topology: T
                     first_step: int, run: Run, metrics: MetricsWriter | None) -> ProcessEngine:
     """A drafter and its optimizer; the target is read for its head and its warm start, and kept only where it runs."""
     paired = cluster.roles.paired
-    target = load_target(config.target.target, device=cluster.device if paired else "cpu", layer_ids=data.layer_ids,
-                         dtype=config.target.target_dtype, self_test=paired)
+    target = _what_a_drafter_needs(cluster, config, data)
     sharded = config.runtime.drafter_parallel == "fsdp2"
     drafter = make_drafter(config, target, data, "cpu" if sharded else cluster.device)
     planner = make_planner(config, data, drafter)

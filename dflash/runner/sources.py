@@ -46,14 +46,15 @@ def make_sources(job: Job, topology: Topology) -> list[FeatureSource]:
         view.device = None
         return [view] * len(topology.targets)
     targets = [job.target, *(_another(job, devices) for devices in topology.targets[1:])]
-    return [OnlineFeatures(target, job.source.dtype) for target in targets]
+    return [OnlineFeatures(target, job.source.dtype, last_hidden=job.source.last_hidden) for target in targets]
 
 
 def _another(job: Job, devices: tuple[torch.device, ...]) -> Target:
     """The job's target once more; one that is spread over devices is read again, as it cannot be copied as a whole."""
     if len(devices) == 1:
         return copy_target(job.target, devices[0])
-    target = load_target(job.config.target.target, "cpu", job.target.dtype, job.target.layer_ids, self_test=False)
+    target = load_target(job.config.target.target, "cpu", job.target.dtype, job.target.layer_ids, self_test=False,
+                         fast=False)
     return shard_target(target, devices)
 
 
