@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 ID ?= $(shell date +%Y%m%d-%H%M%S)
 PARAMETERS ?=
 
-.PHONY: help env train train-gpu test test-browser test-gpu soak lint lab clean
+.PHONY: help env train train-gpu test test-browser test-gpu soak story lint lab clean
 
 help:
 	@sed -n 's/^# make /make /p' Makefile
@@ -48,6 +48,11 @@ test-gpu: env
 # make soak   2,000 steps on the CPU with a fault every 100, compared with an unbroken run (2.5 minutes on two cores)
 soak: env
 	$(BIN)/python tools/soak.py $(SOAK)
+
+# make story   the training notebook with a 27B-shaped random target at full size: GPUS draft, the others run the target
+GPUS ?= 5,6,7
+story: env
+	$(BIN)/python tools/gpu_story.py --gpus $(GPUS) $(STORY)
 
 # make lint   ruff
 lint: env

@@ -183,7 +183,7 @@ class Target:
             store = getattr(self._captured, "store", None)
             if store is not None:
                 store[index] = output[0] if isinstance(output, tuple) else output
-                if index == self._captured.stop_after:
+                if index == getattr(self._captured, "stop_after", None):
                     raise _Enough
 
         return hook
@@ -200,7 +200,7 @@ class Target:
         except _Enough:
             pass
         finally:
-            self._captured.store = None
+            self._captured.store = self._captured.stop_after = None
         for index, states in [*store.items(), *([("last", last)] if last_hidden else [])]:
             if states.shape[:2] != input_ids.shape:
                 raise TargetError(

@@ -198,6 +198,8 @@ def test_without_the_last_state_later_layers_do_not_run(kind):
     assert torch.equal(short.all_hidden_states, whole.all_hidden_states)
     assert short.verifier_last_hidden.shape == whole.verifier_last_hidden.shape and not short.verifier_last_hidden.any()
     assert torch.equal(target.capture(ids, lengths).verifier_last_hidden, whole.verifier_last_hidden), "and it still can"
+    target.capture(ids, last_hidden=False)
+    assert target.model(input_ids=ids).logits.shape == (1, 20, 61), "nothing stops a forward pass of another kind"
 
 
 def test_hard_labels_train_on_the_short_capture_with_equal_numbers():

@@ -2,9 +2,9 @@
 
     python tools/run_notebook.py notebooks/04_threaded_launch.ipynb out/04.ipynb -p devices cuda:0,cuda:1
 
-Takes the same parameters as papermill's -p, checked against the declared names. Text output and displayed MIME
-bundles are kept; widgets are not. Needs neither Jupyter nor IPython. Exit code 1 where a cell raises; what ran until
-then, and the traceback, are saved all the same.
+Takes the same parameters as papermill's -p, checked against the declared names and the settings of a run. Text output
+and displayed MIME bundles, updates included, are kept; widgets are not. Needs neither Jupyter nor IPython. Exit code 1
+where a cell raises; what ran until then, and the traceback, are saved all the same.
 """
 
 from __future__ import annotations
@@ -57,15 +57,29 @@ def main() -> int:
 
 
 def install_display(shown: list[dict[str, Any]]) -> None:
-    """A stand-in for IPython.display whose `display` records bundles as notebook outputs."""
+    """A stand-in for IPython.display whose `display` records bundles as notebook outputs; live plots update theirs."""
 
-    def display(*values: Any, raw: bool = False, **_: Any) -> None:
+    class Handle:
+        def __init__(self, output: dict[str, Any]) -> None:
+            self.output = output
+
+        def update(self, value: Any, raw: bool = False, metadata: dict | None = None, **_: Any) -> None:
+            self.output.update(data=content(value, raw), metadata=metadata or {})
+
+    def content(value: Any, raw: bool) -> dict[str, Any]:
+        data = dict(value) if raw and isinstance(value, dict) else {"text/plain": str(value)}
+        if hasattr(value, "_repr_html_"):
+            data["text/html"] = value._repr_html_()
+        return data
+
+    def display(*values: Any, raw: bool = False, metadata: dict | None = None, **_: Any) -> Handle | None:
+        handle = None
         for value in values:
-            data = value if raw and isinstance(value, dict) else {"text/plain": str(value)}
-            if hasattr(value, "_repr_html_"):
-                data["text/html"] = value._repr_html_()
+            data = content(value, raw)
             print(data.get("text/plain", ""), file=sys.__stdout__)
-            shown.append({"output_type": "display_data", "data": data, "metadata": {}})
+            shown.append({"output_type": "display_data", "data": data, "metadata": metadata or {}})
+            handle = Handle(shown[-1])
+        return handle
 
     class HTML:
         def __init__(self, data: str) -> None:
@@ -76,6 +90,8 @@ def install_display(shown: list[dict[str, Any]]) -> None:
 
     package, module = types.ModuleType("IPython"), types.ModuleType("IPython.display")
     module.display, module.HTML, package.display = display, HTML, module
+    package.get_ipython = lambda: types.SimpleNamespace(kernel=True, config={})  # there is a place to draw in
+    package.version_info = (9, 0, 0, "")  # matplotlib asks
     sys.modules.update({"IPython": package, "IPython.display": module})
 
 
@@ -113,19 +129,32 @@ def run_cells(notebook: dict, parameters: dict[str, str], shown: list[dict]) -> 
 
 
 def with_parameters(source: str, parameters: dict[str, str]) -> str:
-    """The parameters cell with new values, each read as a Python literal of the declared type."""
+    """The parameters cell with new values, each read as a Python literal of the declared type. Settings of a run that the
+    cell does not declare are added to it as text, which the run's config reads."""
     declared = {node.target.id: node for node in ast.parse(source).body if isinstance(node, ast.AnnAssign)}
-    unknown = set(parameters) - set(declared)
+    added = {name: text for name, text in parameters.items() if name not in declared and name in run_settings()}
+    unknown = set(parameters) - set(declared) - set(added)
     if unknown:
         raise SystemExit(f"unknown parameter {sorted(unknown)}; known: {', '.join(declared)}")
     lines = source.splitlines()
     for name, text in parameters.items():
+        if name in added:
+            lines.append(f"{name} = {text!r}")
+            continue
         node = declared[name]
         kind = ast.unparse(node.annotation)
         value = text if kind == "str" else ast.literal_eval(text)
         tail = lines[node.lineno - 1][node.end_col_offset :]
         lines[node.lineno - 1] = f"{name}: {kind} = {value!r}{tail}"
     return "\n".join(lines)
+
+
+def run_settings() -> set[str]:
+    """Names of every setting of a run."""
+    sys.path.insert(0, str(ROOT))
+    from dflash.run_config import RunConfig
+
+    return {name for section in RunConfig().to_dict().values() for name in section}
 
 
 if __name__ == "__main__":
