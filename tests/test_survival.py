@@ -40,7 +40,7 @@ from dflash.optim import MasterAdamW
 from dflash.plan import Planner
 from dflash.resume import SUPERSEDED, plan_fingerprint, rewind_record, same_plan
 from dflash.run_config import RunConfig
-from dflash.runner.launcher import torchrun_command
+from dflash.runner.launcher import child_environment, torchrun_command
 from dflash.runner.monitor import worker_of
 from dflash.telemetry import MetricsWriter, Run, read_metrics
 from dflash.training import Replica
@@ -551,7 +551,25 @@ def processes_of(config: Path) -> list[int]:
     return found
 
 
-def test_the_rendezvous_is_on_the_loopback_interface():
-    command = torchrun_command(2, ["x"])
-    assert command[command.index("--rdzv-endpoint") + 1].startswith("127.0.0.1:")
-    assert command[command.index("--local-addr") + 1] == "127.0.0.1"
+LISTENERS = """
+import os
+held = [os.readlink(f"/proc/{os.getppid()}/fd/{n}") for n in os.listdir(f"/proc/{os.getppid()}/fd")]
+for kind in ("tcp", "tcp6"):
+    for line in open(f"/proc/net/{kind}").read().splitlines()[1:]:
+        place, state, inode = (line.split()[i] for i in (1, 3, 9))
+        if state == "0A" and f"socket:[{inode}]" in held:
+            print("listens on", kind, place.partition(":")[0])
+print("master", os.environ["MASTER_ADDR"], os.environ.get("GLOO_SOCKET_IFNAME"))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="needs Linux's list of sockets")
+def test_the_rendezvous_is_on_the_loopback_interface(tmp_path):
+    """A rank looks at what the process that started it listens on."""
+    (tmp_path / "look.py").write_text(LISTENERS)
+    done = subprocess.run(torchrun_command(1, [str(tmp_path / "look.py")]), env=child_environment(), text=True, timeout=120,
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    assert done.returncode == 0, done.stdout
+    found = [line for line in done.stdout.splitlines() if line.startswith("listens on")]
+    assert found and set(found) == {"listens on tcp 0100007F"}, done.stdout
+    assert "master 127.0.0.1" in done.stdout

@@ -26,8 +26,7 @@ _PATIENCE = 20.0  # seconds that ranks get to leave by themselves after a SIGTER
 
 def torchrun_command(processes: int, arguments: Sequence[str]) -> list[str]:
     """A single-node torchrun whose rendezvous stays on the loopback interface."""
-    return [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--nnodes", "1",
-            "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1", *arguments]
+    return [sys.executable, "-m", "dflash.runner.agent", "--nproc-per-node", str(processes), *arguments]
 
 
 def child_environment() -> dict[str, str]:
