@@ -19,10 +19,11 @@ def start_nodes(config, nodes: int, processes: int) -> list[subprocess.Popen]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    return [subprocess.Popen(
-        [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(nodes), "--node-rank", str(node), "--nproc-per-node",
-         str(processes), "--master-addr", "127.0.0.1", "--master-port", str(port), "-m", "dflash", "train", "--config",
-         str(config)], env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for node in range(nodes)]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(nodes), "--nproc-per-node", str(processes),
+               "--master-addr", "127.0.0.1", "--master-port", str(port)]
+    train = ["-m", "dflash", "train", "--config", str(config)]
+    return [subprocess.Popen([*command, "--node-rank", str(node), *train], env=ENVIRONMENT, stdout=subprocess.PIPE,
+                             stderr=subprocess.STDOUT, text=True) for node in range(nodes)]
 
 
 def wait(children: list[subprocess.Popen]) -> list[str]:
