@@ -9,6 +9,10 @@ Numbers. A row's scale is the power of two that brings its largest magnitude int
 and a value that e4m3 can hold is kept exactly. Elements above 2^-13 of the largest are off by at most 2^-4 of themselves
 (3 mantissa bits, to nearest), smaller ones by at most 2^-17 of the largest. A row with NaN or infinity gives NaN logits;
 a row of zeros gives zeros.
+
+A few columns of a real head carry most of every logit, and so most of its error. What rounding took from those columns, on
+either side, comes as further columns of the same product: [x | x' | x - x'] times [w | w - w' | w'], primes for the rounded
+values of the columns in question, all under the row's one scale.
 """
 
 from __future__ import annotations
@@ -28,6 +32,7 @@ if TYPE_CHECKING:
 
 PRECISIONS = ("same", "fp8")
 E4M3 = torch.float8_e4m3fn
+CORRECTED = 64  # columns whose rounding is made good; fewer where H is small
 ALIGN = 16  # the product wants H and the number of head rows in multiples of this
 _PIECE_ROWS = 8192  # of the head, quantized at once
 _EXPONENT = 0x7F800000  # of a float32
@@ -44,12 +49,31 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     return (x * scale.reciprocal().to(x.dtype)).to(E4M3), scale.squeeze(-1)
 
 
+def corrected_columns(hidden: int) -> int:
+    """C, how many of H columns are corrected: 64, at most a quarter, a multiple of 8."""
+    return min(CORRECTED, hidden // 32 * 8)
+
+
+def _wide_rows(x: Tensor, columns: Tensor, rest_first: bool) -> tuple[Tensor, Tensor]:
+    """`quantize_rows` with the codes of `columns` and of what they lack appended: [R, H + 2 C] and [R]."""
+    if x.dtype == torch.float16:
+        x = x.float()
+    codes, scales = quantize_rows(x)
+    bits = codes.view(torch.uint8)  # selection and joining know plain types better
+    rounded = bits.index_select(1, columns)
+    scaled = x.index_select(1, columns) * scales[:, None].reciprocal().to(x.dtype)
+    rest = (scaled - rounded.view(E4M3).to(x.dtype)).to(E4M3).view(torch.uint8)
+    return torch.cat([bits, *((rest, rounded) if rest_first else (rounded, rest))], 1).view(E4M3), scales
+
+
 @dataclass(frozen=True)
 class Fp8Head:
-    """A quantized head: `codes` [V16, H] e4m3 and `scales` [V16] float32, V16 = V rounded up to 16 by rows of zeros."""
+    """A quantized head: `codes` [V16, H + 2 C] e4m3, `scales` [V16] float32 and the corrected `columns` [C] int64; V16 is V
+    rounded up to 16 by rows of zeros."""
 
     codes: Tensor
     scales: Tensor
+    columns: Tensor
     size: int  # V
 
     @classmethod
@@ -58,14 +82,22 @@ class Fp8Head:
 
         Raises: ConfigError where the product cannot run, see `refuse`.
         """
+        refuse(head.device, head.dtype, head.shape[1])
+        return cls._quantized(head)
+
+    @classmethod
+    def _quantized(cls, head: Tensor) -> Fp8Head:
         size, hidden = head.shape
-        refuse(head.device, head.dtype, hidden)
-        bits = torch.zeros(-(-size // ALIGN) * ALIGN, hidden, dtype=torch.uint8, device=head.device)
+        parts = [slice(start, min(start + _PIECE_ROWS, size)) for start in range(0, size, _PIECE_ROWS)]
+        energy = torch.zeros(hidden, dtype=torch.float32, device=head.device)
+        for part in parts:
+            energy += head[part].float().square().sum(0)
+        columns = energy.topk(corrected_columns(hidden)).indices.sort().values
+        bits = torch.zeros(-(-size // ALIGN) * ALIGN, hidden + 2 * len(columns), dtype=torch.uint8, device=head.device)
         codes, scales = bits.view(E4M3), torch.ones(bits.shape[0], dtype=torch.float32, device=head.device)
-        for start in range(0, size, _PIECE_ROWS):
-            part = slice(start, min(start + _PIECE_ROWS, size))
-            codes[part], scales[part] = quantize_rows(head[part])
-        return cls(codes, scales, size)
+        for part in parts:
+            codes[part], scales[part] = _wide_rows(head[part], columns, rest_first=True)
+        return cls(codes, scales, columns, size)
 
     @property
     def width(self) -> int:
@@ -74,7 +106,7 @@ class Fp8Head:
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """hidden [R, H] times the head: [R, V], a view of `out` [R, V16] where that is given."""
-        codes, scales = quantize_rows(hidden)
+        codes, scales = _wide_rows(hidden, self.columns, rest_first=False)
         if out is None:
             dtype = hidden.dtype if hidden.device.type == "cpu" else torch.bfloat16
             out = torch.empty(hidden.shape[0], self.width, dtype=dtype, device=hidden.device)
@@ -92,7 +124,8 @@ class Fp8Head:
 
 def memory_bytes(size: int, hidden: int) -> int:
     """Bytes of a quantized head of `size` rows."""
-    return -(-size // ALIGN) * ALIGN * (hidden + 4)
+    corrected = corrected_columns(hidden)
+    return -(-size // ALIGN) * ALIGN * (hidden + 2 * corrected + 4) + 8 * corrected
 
 
 def usable(device: torch.device | str) -> bool:
@@ -119,7 +152,7 @@ def _gpu_obstacle(device: torch.device) -> str | None:
         return f"{device} has compute capability {capability[0]}.{capability[1]}, float8 products need 8.9 or newer"
     ones = torch.ones(3 * ALIGN, 4 * ALIGN, dtype=torch.bfloat16, device=device)
     try:
-        head = Fp8Head(*quantize_rows(ones), 3 * ALIGN)
+        head = Fp8Head._quantized(ones)
         right = bool((head.logits(ones[: ALIGN + 1]) == 4 * ALIGN).all())  # any number of rows must do
     except (RuntimeError, ValueError, TypeError, AttributeError, NotImplementedError) as error:
         return f"torch {torch.__version__} on {device} refuses the product ({str(error).splitlines()[0][:200]})"

@@ -103,6 +103,7 @@ class DFlashDrafter(nn.Module):
         # The head in float8 and its scales, both as integers: `.to(dtype)` on a module casts whatever floats.
         self.register_buffer("head_codes", torch.zeros(0, h, dtype=torch.uint8), persistent=False)
         self.register_buffer("head_scale_bits", torch.zeros(0, dtype=torch.int32), persistent=False)
+        self.register_buffer("head_columns", torch.zeros(0, dtype=torch.int64), persistent=False)
         self.register_buffer("draft_token_ids", torch.arange(draft_vocab), persistent=False)  # [Vd] -> target id
         self.register_buffer("draft_index", torch.arange(config.vocab_size), persistent=False)  # [V] -> row, or -1
         self.reset_parameters()
@@ -153,6 +154,7 @@ class DFlashDrafter(nn.Module):
             quantized = fp8_head.Fp8Head.of(self.lm_head)
             self.head_codes = quantized.codes.view(torch.uint8)
             self.head_scale_bits = quantized.scales.view(torch.int32)
+            self.head_columns = quantized.columns
 
     @property
     def head_fp8(self) -> fp8_head.Fp8Head | None:
@@ -160,7 +162,7 @@ class DFlashDrafter(nn.Module):
         if self.head_precision == "same":
             return None
         codes, scales = self.head_codes.view(fp8_head.E4M3), self.head_scale_bits.view(torch.float32)
-        return fp8_head.Fp8Head(codes, scales, self.lm_head.shape[0])
+        return fp8_head.Fp8Head(codes, scales, self.head_columns, self.lm_head.shape[0])
 
     # -- training -------------------------------------------------------------------------------------------------
 
