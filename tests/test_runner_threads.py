@@ -70,6 +70,36 @@ def test_a_drafter_without_items_joins_with_zeros():
         engine.verify()
 
 
+def test_on_a_shared_gpu_capture_and_step_take_turns(reference, monkeypatch):
+    """The CPU stands for the GPU; without the turns both sides are inside at once."""
+    inside, together = [0], []
+
+    def watched(call):
+        def inner(*arguments):
+            inside[0] += 1
+            together.append(inside[0])
+            time.sleep(0.01)
+            try:
+                return call(*arguments)
+            finally:
+                inside[0] -= 1
+
+        return inner
+
+    class Watched:
+        def __init__(self, source):
+            self.get, self.close = watched(source.get), source.close
+
+    for turns, most in (({}, 2), ({CPU: threading.Lock()}, 1)):
+        together.clear()
+        settings = options(steps=6, packs_per_step=2)
+        engine, plans = engine_of(1, 1, settings, wrap=lambda s, i: Watched(s), paired=True)
+        monkeypatch.setattr(engine, "_turns", turns)
+        monkeypatch.setattr(engine.replica, "accumulate", watched(engine.replica.accumulate))
+        drive(engine, plans, settings)
+        assert max(together) == most
+
+
 def test_weights_that_part_are_noticed():
     settings = options(steps=1)
     engine, _ = engine_of(2, 1, settings)
