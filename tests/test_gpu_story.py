@@ -93,12 +93,13 @@ def test_notebooks_print_no_place_of_the_interpreter():
         assert "sys.executable" not in notebook.read_text(), notebook.name
 
 
-def test_steps_are_fitted_to_the_time(tool):
+def test_the_storys_sizes(tool):
     args = argparse.Namespace(tiny=False, gpus="5,6,7", labels="soft", steps=100, warm=10, set=[["queue_depth", "3"]])
-    given = tool.parameters(args, "threads", limit=305.0, startup=100.0)
-    assert given["max_minutes"] == 3.0 and given["steps"] == 110 and given["gpus"] == "5,6,7"
+    given = tool.parameters(args, "threads")
+    assert given["target"] == "random:qwen3.6-27b" and given["steps"] == 110 and given["gpus"] == "5,6,7"
     assert given["queue_depth"] == "3" and given["launcher"] == "threads"
-    assert (given["pack_length"], given["max_anchors"], given["block_size"]) == (40000, 1024, 32)
+    assert [given[name] for name in ("pack_length", "max_anchors", "block_size", "num_captured", "drafter_layers", "gamma")
+            ] == [40000, 1024, 32, 5, 5, 10.0]
 
 
 def test_scaling_and_table(tool, tmp_path):
@@ -135,7 +136,7 @@ def test_threads_and_torchrun_tell_the_same_story(tmp_path):
 def test_a_run_that_would_take_too_long_is_stopped_in_good_order(tool, tmp_path, monkeypatch):
     monkeypatch.setattr(tool, "LEAVING", 190.0)  # asked to stop after ten seconds, or at its first step
     args = argparse.Namespace(tiny=True, gpus="", labels="soft", steps=100_000, warm=0, set=[])
-    story = tool.tell("threads", "run_notebook", tool.parameters(args, "threads", 200.0, 0.0), 200.0, args, tmp_path)
+    story = tool.tell("threads", "run_notebook", tool.parameters(args, "threads"), 200.0, args, tmp_path)
     assert story["status"] == "interrupted" and story["exit_code"] == 0 and story["wall_seconds"] < 150
     assert story["ok"] and not story["enough_steps"] and 0 < story["steps"] < 100_000
     assert "the time held no more" in tool.table(story)

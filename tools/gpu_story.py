@@ -7,8 +7,8 @@
 
 `papermill notebooks/05_train.ipynb` (tools/run_notebook.py where papermill is not installed) with a target of random
 weights of the Qwen3.6-27B shape and the full-size drafter: packs of 40,000 tokens, 1024 anchors x 32, gamma 10, five
-captured layers. The steps are fitted to the time, and a launcher that would take too long is stopped in good order. All
-numbers are read from the runs' metrics.jsonl. $OUT (default ./out) gets story.json, the executed notebooks and the runs.
+captured layers. A launcher whose steps would take too long is asked to stop after the step at hand, so that the notebook
+ends in good order and the table says how many steps the time held. All numbers are read from the runs' metrics.jsonl. $OUT (default ./out) gets story.json, the executed notebooks and the runs.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ sys.path.insert(0, str(ROOT))
 NOTEBOOK = Path("notebooks/05_train.ipynb")
 STORY = dict(target="random:qwen3.6-27b", data="random:24", pack_length=40000, num_captured=5, drafter_layers=5,
              block_size=32, max_anchors=1024, gamma=10.0, draft_vocab="", warm_start=False, lr=1e-4, eval_every=0,
-             checkpoint_every=0, features="online")
+             checkpoint_every=0, features="online", max_minutes="")
 TINY = STORY | dict(target="random:tiny-hybrid", data="random:6", pack_length=96, drafter_layers=2, block_size=4,
-                    max_anchors=8, gpus="cpu:3", target_gpus="cpu:5", max_minutes="")
-STARTUP = 100.0  # seconds before the first step, until a run has shown its own
-LEAVING = 25.0  # seconds that a run may take to end after its last step
-FIRST_SHARE = 0.55  # of the time, for the first of two launchers
+                    max_anchors=8, gpus="cpu:3", target_gpus="cpu:5")
+STARTUP = 60.0  # seconds that a launcher needs at least before its first step
+LEAVING = 30.0  # seconds that a run may take to end after its last step
+FIRST_SHARE = 0.6  # of the time, for the first of two launchers
 TOLERANCE = 0.02  # memory of a device may move by this after warmup
 _PATHS = re.compile(r"(?<![\w.:/<>])/(?:home|root|tmp|usr|opt|mnt|srv|var|work\w*|Users)/[\w./-]*")
 
@@ -59,15 +59,14 @@ def main() -> int:
     out.mkdir(parents=True, exist_ok=True)
     engine = args.engine or ("papermill" if all(map(importlib.util.find_spec, ("papermill", "ipykernel")))
                              else "run_notebook")
-    names, end, startup, stories = args.launchers.split(","), time.monotonic() + args.seconds, STARTUP, []
+    names, end, stories = args.launchers.split(","), time.monotonic() + args.seconds, []
     for number, launcher in enumerate(names):
         left = end - time.monotonic()
         limit = left * FIRST_SHARE if number < len(names) - 1 else left
-        if limit < (20 if args.tiny else startup + LEAVING):
+        if limit < (20 if args.tiny else STARTUP + LEAVING):
             print(f"{launcher}: {left:.0f} s are left, too few to start", flush=True)
             continue
-        story = tell(launcher, engine, parameters(args, launcher, limit, startup), limit, args, out)
-        startup = max(20.0, 1.3 * (story["startup_seconds"] or startup))
+        story = tell(launcher, engine, parameters(args, launcher), limit, args, out)
         stories.append(story)
         (out / "story.json").write_text(json.dumps(stories, indent=1))
     print("\n".join(table(story) for story in stories))
@@ -76,10 +75,9 @@ def main() -> int:
     return 0 if len(stories) == len(names) and all(story["ok"] for story in stories) else 1
 
 
-def parameters(args: argparse.Namespace, launcher: str, limit: float, startup: float) -> dict[str, Any]:
-    """The notebook's parameters. `max_minutes` plans as many steps as the time holds."""
-    chosen = TINY if args.tiny else STORY | dict(
-        gpus=args.gpus, max_minutes=round(max(0.5, (limit - startup - LEAVING) / 60), 2))
+def parameters(args: argparse.Namespace, launcher: str) -> dict[str, Any]:
+    """The notebook's parameters."""
+    chosen = TINY if args.tiny else STORY | dict(gpus=args.gpus)
     return chosen | dict(launcher=launcher, soft_labels=args.labels == "soft", steps=args.warm + args.steps,
                          **dict(args.set))
 
