@@ -47,7 +47,7 @@ def takes(target: Target) -> bool:
 def attach(target: Target, required: bool = False) -> bool:
     """Let `target.capture` use the fast path when it gives the plain path's features.
 
-    Returns whether it does. `required` raises a TargetError that says why not instead.
+    Returns whether it does; `target.why_plain` says why not. `required` raises a TargetError with it instead.
     """
     reason = None
     if not takes(target):
@@ -57,6 +57,7 @@ def attach(target: Target, required: bool = False) -> bool:
         difference = fast.difference()
         if not difference <= TOLERANCE.get(target.dtype, 1e-3):  # NaN too
             reason = f"its features differ from the plain forward's by {difference:.3g} (relative)"
+    target.why_plain = reason
     if reason is None:
         target.fast = fast
     elif required:

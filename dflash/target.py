@@ -90,6 +90,7 @@ class Target:
         self.tokenizer = tokenizer
         self.source, self.note = source, note
         self.fast = None  # a `fast_target.FastCapture`, once `fast_target.attach` has checked it
+        self.why_plain: str | None = None  # what `attach` found against it
         self.max_batch_tokens = max_batch_tokens
         self.decoder = _text_decoder(model, source)
         self.config = model.config.get_text_config()
@@ -152,6 +153,7 @@ class Target:
         """One line for people: name, size, dtype, memory, captured layers."""
         count = sum(weight.numel() for weight in self.model.parameters())
         kind = f"hybrid with {'fast' if self.fast else 'plain'} capture" if self.is_hybrid else "dense"
+        kind += f" ({self.why_plain})" if self.why_plain else ""
         return (f"{self.source}: {type(self.model).__name__}, {kind}, {self.num_layers} layers, {count / 1e6:,.1f}M "
                 f"weights, {self.memory_bytes / 1e6:,.0f} MB as {str(self.dtype).removeprefix('torch.')}{self.note} on "
                 f"{self.device}; captured layers {', '.join(map(str, self.layer_ids))}")

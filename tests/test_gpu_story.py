@@ -78,9 +78,11 @@ def test_a_run_without_a_step_is_no_success(tool, tmp_path):
 def test_machine_paths_leave_the_notebook(tool, tmp_path):
     notebook = tmp_path / "n.ipynb"
     notebook.write_text(json.dumps([f"{ROOT}/dflash/x.py", f"{tmp_path}/runs/r", f"{sys.prefix}/bin",
-                                    "/home/someone/data.bin", "see https://a.example/tmp/x", "1/2"]))
+                                    "/home/someone/data.bin", "see https://a.example/tmp/x", "1/2",
+                                    {"image/png": "/tmp/abc"}]))
     found = tool.tidy(notebook, tmp_path)
-    assert json.loads(notebook.read_text())[:3] == ["./dflash/x.py", "out/runs/r", "(environment)/bin"]
+    assert json.loads(notebook.read_text()) == ["./dflash/x.py", "out/runs/r", "(environment)/bin", "(elsewhere)/data.bin",
+                                                "see https://a.example/tmp/x", "1/2", {"image/png": "/tmp/abc"}]
     assert found["paths"] == ["/home/someone/data.bin"] and found["bytes"] == notebook.stat().st_size
 
 

@@ -244,6 +244,16 @@ def test_loading_attaches_the_fast_capture(monkeypatch, fast, kernels, attached)
     assert len(calls) == attached
 
 
+def test_a_fast_capture_that_differs_is_not_used_and_says_so(monkeypatch):
+    monkeypatch.setattr(fast_target, "has_recurrence_kernels", lambda target: True)
+    monkeypatch.setattr(fast_target, "takes", lambda target: True)
+    monkeypatch.setattr(fast_target, "_delta_rule", lambda target: None)
+    monkeypatch.setattr(fast_target.FastCapture, "difference", lambda self: 0.5)
+    target = load_target("random:tiny-hybrid@4")
+    assert target.fast is None
+    assert "plain capture (its features differ from the plain forward's by 0.5 (relative))" in target.describe()
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu_the_bits_are_the_cpus_and_capture_is_fast():
