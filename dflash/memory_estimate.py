@@ -83,8 +83,8 @@ def estimate(config: RunConfig, drafter_config: DrafterConfig, target_config: An
             copies = device.type != "cpu" or on_cpu == 0  # targets on the CPU share their weights
             on_cpu += device.type == "cpu"
             found[device].add("target", copies * weights * target_dtype.itemsize / len(devices))
-            found[device].add("capture", _capture_bytes(target_config, tokens, target_dtype.itemsize) / len(devices)
-                              + 2 * tokens * (captured + 1) * hidden * target_dtype.itemsize)
+            found[device].add("capture", _capture_bytes(target_config, tokens, target_dtype.itemsize)
+                              + 2 * tokens * (captured + 1) * hidden * target_dtype.itemsize)  # each works on whole states
     for device in topology.drafters:
         dtype = compute_dtype(config.train.dtype, device)
         parameters, size = drafter_config.parameter_count(captured), dtype.itemsize

@@ -154,9 +154,10 @@ class Target:
         count = sum(weight.numel() for weight in self.model.parameters())
         kind = f"hybrid with {'fast' if self.fast else 'plain'} capture" if self.is_hybrid else "dense"
         kind += f" ({self.why_plain})" if self.why_plain else ""
+        places = dict.fromkeys(str(weight.device) for weight in self.model.parameters())
         return (f"{self.source}: {type(self.model).__name__}, {kind}, {self.num_layers} layers, {count / 1e6:,.1f}M "
                 f"weights, {self.memory_bytes / 1e6:,.0f} MB as {str(self.dtype).removeprefix('torch.')}{self.note} on "
-                f"{self.device}; captured layers {', '.join(map(str, self.layer_ids))}")
+                f"{', '.join(places)}; captured layers {', '.join(map(str, self.layer_ids))}")
 
     def close(self) -> None:
         """Remove the hooks; the model is as it was before."""
@@ -280,7 +281,8 @@ class Target:
             ],
             dim=1,
         )
-        ours = torch.nn.functional.linear(features.verifier_last_hidden, self.head_weight).float()
+        head = self.head_weight  # on another device than the embedding where the target is spread
+        ours = torch.nn.functional.linear(features.verifier_last_hidden.to(head.device), head).float().to(own.device)
         if ours.shape != own.shape:
             raise TargetError(
                 f"target self-test: the head gives {ours.shape[-1]} logits, the target {own.shape[-1]}"

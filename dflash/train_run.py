@@ -24,8 +24,8 @@ from dflash.resume import load_training, same_plan, save_training
 from dflash.run_config import RunConfig
 from dflash.runner.launcher import train_with_torchrun
 from dflash.runner.monitor import worker_of
-from dflash.runner.replicas import shard_target
 from dflash.runner.sources import fit_to, on
+from dflash.target_map import shard_target
 from dflash.telemetry import DeviceSampler, Run
 from dflash.topology import Topology, decide
 from dflash.training import Engine, Outcome, Replica, SerialEngine, Trainer
@@ -102,7 +102,7 @@ def _train(run: Run, config: RunConfig, control: RunControl, resume: bool, log: 
             job = prepare(config, drafter_device=topology.drafters[0], target_device=first[0] if len(first) == 1 else "cpu",
                           say=log, data=data)
         if len(first) > 1:
-            shard_target(job.target, first)
+            log(shard_target(job.target, first).describe())
         for line in job.data.report.table().splitlines():
             log(line)
         state = load_training(run, log) if resume else None

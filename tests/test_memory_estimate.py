@@ -56,6 +56,7 @@ def test_shared_devices_add_up_and_sharded_targets_divide():
     halves = decide(story_config(gpus="2", gpus_per_target=2).runtime, 3)
     shards = estimate(story_config(gpus="2", gpus_per_target=2), drafter, story_target(), halves, have(halves, 139))
     assert shards[torch.device("cuda:0")].parts["target"] * 2 == pytest.approx(alone.parts["target"], rel=1e-6)
+    assert shards[torch.device("cuda:1")].parts["capture"] == alone.parts["capture"]  # states pass through whole
 
 
 def test_shards_of_a_drafter_divide_what_whole_ones_repeat():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dflash.bench.pipeline_case import SMALL, Case
-from dflash.bench.pipeline_checks import check_equal, check_failure, check_memory, check_stamps, check_torchrun
+from dflash.bench.pipeline_checks import check_equal, check_failure, check_memory, check_spread, check_stamps, check_torchrun
 from dflash.run_config import RuntimeOptions
 from dflash.topology import available_gpus, decide
 
@@ -47,4 +47,16 @@ def test_a_failing_target_ends_the_run_and_frees_the_gpus(case, topology):
 
 def test_torchrun_over_nccl_gives_the_serial_losses(case, topology):
     found = check_torchrun(case, topology, 20)
+    assert found["ok"], found
+
+
+def test_shards_of_one_drafter_over_nccl_give_the_serial_losses():
+    topology = decide(RuntimeOptions(gpus="0,1", target_gpus="0,1"), available_gpus())
+    found = check_torchrun(Case(SMALL, packs_per_step=2, packs=6, dtype=torch.bfloat16), topology, 20, sharded=True)
+    assert found["ok"], found
+
+
+def test_a_target_over_two_gpus_gives_the_features_of_one():
+    topology = decide(RuntimeOptions(gpus="1", target_gpus="0,1", gpus_per_target=2), available_gpus())
+    found = check_spread(Case(SMALL, packs_per_step=2, packs=6, dtype=torch.bfloat16, target_layers=8), topology)
     assert found["ok"], found

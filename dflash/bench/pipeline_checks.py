@@ -16,7 +16,15 @@ import torch
 from torch import Tensor
 
 from dflash.bench.pipeline import memory_now, on, run_steps
-from dflash.bench.pipeline_case import Case, make_engine, make_planner, make_replica, make_target, weights_of
+from dflash.bench.pipeline_case import (
+    Case,
+    make_engine,
+    make_packs,
+    make_planner,
+    make_replica,
+    make_target,
+    weights_of,
+)
 from dflash.compile_safety import protected
 from dflash.features import OnlineFeatures
 from dflash.plan import StepPlan, WorkItem
@@ -24,6 +32,7 @@ from dflash.runner.cluster import workers
 from dflash.runner.launcher import child_environment, torchrun_command
 from dflash.runner.threads import PipelineEngine
 from dflash.target import Features
+from dflash.target_map import shard_target
 from dflash.topology import Topology
 from dflash.training import SerialEngine
 
@@ -157,17 +166,48 @@ def run_torchrun(case: Case, topology: Topology, steps: int, depth: int = 2, tim
                 "result": torch.load(out) if out.exists() else None}
 
 
-def check_torchrun(case: Case, topology: Topology, steps: int = 20, tolerance: float = 0.02) -> dict:
-    """Losses of the ranks against the serial reference."""
+def check_torchrun(case: Case, topology: Topology, steps: int = 20, tolerance: float = 0.02, sharded: bool = False) -> dict:
+    """Losses of the ranks against the serial reference. `sharded`: the ranks hold one drafter together."""
     wanted, final = serial_run(case, topology, steps)
-    ran = run_torchrun(case, topology, steps)
+    ran = run_torchrun(case, topology, steps, sharded=sharded)
     if ran["result"] is None:
         return {"ok": False, "error": f"torchrun ended with {ran['code']}: {ran['output'][-1500:]}"}
     got = ran["result"]["losses"]
     worst = max(abs(a - b) / abs(a) for a, b in zip(wanted, got, strict=True))
-    return {"ok": worst <= tolerance and ran["code"] == 0, "worst_relative_difference": worst, "loss_last": wanted[-1],
+    shards = len(topology.drafters) if sharded else 1
+    held = ran["result"]["held"] / final.numel()  # of the masters, by rank 0
+    return {"ok": worst <= tolerance and ran["code"] == 0 and abs(held * shards - 1) < 0.05, "held": held,
+            "peak_bytes": ran["result"].get("peak"), "worst_relative_difference": worst, "loss_last": wanted[-1],
             "torchrun_loss_last": got[-1], "step_seconds": ran["result"]["step_seconds"], "seconds": ran["seconds"],
             "weights_part": float((ran["result"]["weights"] - final).norm() / final.norm())}
+
+
+def check_spread(case: Case, topology: Topology, steps: int = 10, tolerance: float = 0.02) -> dict:
+    """A target spread over the devices of `topology.targets[0]`: its features against those of the target in one piece,
+    element by element, and the losses of a run with it against the serial reference."""
+    devices = topology.targets[0]
+    wanted, final = serial_run(case, topology, steps)
+    target = make_target(case, devices[0])
+    packs = make_packs(case)
+    whole = [OnlineFeatures(target).get(pack).to("cpu") for pack in packs]
+    target.fast = None  # the fast capture reads all layers on one device
+    target.model.to("cpu")
+    shard_target(target, devices)
+    pairs = [pair for one, pack in zip(whole, packs, strict=True) for two in (OnlineFeatures(target).get(pack).to("cpu"),)
+             for pair in ((one.all_hidden_states, two.all_hidden_states), (one.verifier_last_hidden,
+                                                                           two.verifier_last_hidden))]
+    wrong = sum(int((a != b).sum()) for a, b in pairs)
+    worst = max(float((a.float() - b.float()).norm() / a.float().norm()) for a, b in pairs)
+    engine = make_engine(case, topology, steps, target=target)
+    result = run_steps(engine, steps, topology, case.lr, warm=1)
+    losses = max(abs(a - b) / abs(a) for a, b in zip(wanted, result["losses"], strict=True))
+    held: dict[str, int] = {}
+    for weight in target.model.parameters():
+        held[str(weight.device)] = held.get(str(weight.device), 0) + weight.nbytes
+    return {"ok": worst <= tolerance and losses <= tolerance and len(held) == len(set(devices)) and result["finite"],
+            "mismatched_elements": wrong, "elements": sum(a.numel() for a, _ in pairs), "worst_features": worst,
+            "worst_relative_difference": losses, "weight_bytes": held, "tokens_per_second": result["tokens_per_second"],
+            "weights_part": float((weights_of(engine.replica) - final).norm() / final.norm())}
 
 
 def check_memory(case: Case, topology: Topology, steps: int = 200, every: int = 10) -> dict:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +21,7 @@ from dflash.compile_safety import WarmupJob
 from dflash.plan import Planner, StepPlan, WorkItem
 from dflash.runner.accounting import Ledger
 from dflash.runner.cluster import Cluster
-from dflash.runner.replicas import ReplicasDivergedError, fingerprint, flatten_gradients
+from dflash.runner.replicas import flatten_gradients, refuse_unequal
 from dflash.runner.threads import zero_sums
 from dflash.target import Features
 from dflash.training import FeatureSource, Replica, warmup_jobs
@@ -76,17 +76,6 @@ def handshake(cluster: Cluster) -> None:
                 dist.recv(word, sender)
     if cluster.device.type == "cuda":
         torch.cuda.synchronize(cluster.device)
-
-
-def refuse_unequal(cluster: Cluster, weights: Sequence[Tensor]) -> None:
-    """Raises ReplicasDivergedError on every drafter where these float32 weights are not bit-equal over all of them."""
-    mine = fingerprint(weights)
-    everyone = [torch.zeros_like(mine) for _ in range(cluster.roles.replicas)]
-    dist.all_gather(everyone, mine, group=cluster.drafter_group)
-    bad = [i for i, other in enumerate(everyone) if not torch.equal(other, everyone[0])]
-    if bad:
-        raise ReplicasDivergedError(f"drafters {bad} do not hold the weights of drafter 0; start all ranks from the same "
-                                    "config, seed and checkpoint")
 
 
 def steps_ahead(depth: int, packs_per_step: int, replicas: int) -> int:
@@ -292,7 +281,7 @@ class ProcessEngine:
 
     def verify(self) -> None:
         """Raises ReplicasDivergedError on every drafter where weights are not bit-equal."""
-        refuse_unequal(self.cluster, self.replica.optimizer.masters)
+        refuse_unequal(self.replica.optimizer.masters, self.cluster.drafter_group)
 
     def _order(self, what: float = END, step: int = 0, lr: float = 0.0) -> tuple[float, float, float]:
         """Rank 0's word to all drafters."""

@@ -29,11 +29,11 @@ from dflash.run_config import RunConfig
 from dflash.runner.cluster import Cluster, LifeLine
 from dflash.runner.processes import ProcessEngine
 from dflash.runner.ranks import held_out_source, make_engine, run_rank, serve_target
-from dflash.runner.replicas import shard_target
 from dflash.runner.sharding import ShardedReplica
 from dflash.runner.signals import graceful
 from dflash.runner.sources import fit_to
 from dflash.target import Target, load_target
+from dflash.target_map import shard_target
 from dflash.telemetry import DeviceSampler, MetricsWriter, Run
 from dflash.topology import Topology, decide
 from dflash.training import FeatureSource, Replica, Trainer
@@ -84,7 +84,7 @@ def _work(cluster: Cluster, life: LifeLine, run: Run, config: RunConfig, topolog
         soft, metrics = config.train.soft_labels, run.metrics if cluster.node == 0 else None
         if not cluster.drafts:
             target = _load_target(config, data, topology.targets[cluster.index], topology)
-            say(f"{target.describe()} on {', '.join(map(str, topology.targets[cluster.index]))}")
+            say(target.describe())
             say_random(config, say)
             serve_target(cluster, _source(config, target, data, topology), order_planner(config, data), first_step,
                          config.train.steps, soft, data.held_out_packs, metrics)

@@ -11,6 +11,7 @@ import copy
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from dflash.errors import DFlashError
@@ -63,19 +64,6 @@ def copy_target(target: Target, device: torch.device) -> Target:
         with torch.cuda.device(device):
             fast_target.attach(copied, required=True)
     return copied
-
-
-def shard_target(target: Target, devices: Sequence[torch.device]) -> Target:
-    """Spread a target over several GPUs in place, layer by layer, by accelerate's device map."""
-    from accelerate import dispatch_model, infer_auto_device_map
-
-    per_device = {d.index: int(torch.cuda.mem_get_info(d)[0] * 0.85) for d in devices}
-    layer = type(target.decoder.layers[0]).__name__
-    total = target.memory_bytes
-    share = {i: min(room, int(total / len(devices) * 1.1)) for i, room in per_device.items()}
-    plan = infer_auto_device_map(target.model, max_memory=share, no_split_module_classes=[layer])
-    dispatch_model(target.model, plan, main_device=devices[0].index)
-    return target
 
 
 def flatten_gradients(replica: Replica) -> Tensor:
@@ -166,3 +154,14 @@ def check_equal(replicas: Sequence[Replica]) -> None:
                 f"drafter[{number}] on {replica.device} no longer holds the weights of drafter[0]; the reduction of "
                 "gradients is at fault. Resume from the last checkpoint, with fewer drafters if it happens again"
             )
+
+
+def refuse_unequal(weights: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """Raises ReplicasDivergedError in every process of a group where these float32 weights are not bit-equal in all."""
+    mine = fingerprint(weights)
+    everyone = [torch.zeros_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everyone, mine, group=group)
+    bad = [i for i, other in enumerate(everyone) if not torch.equal(other, everyone[0])]
+    if bad:
+        raise ReplicasDivergedError(f"drafters {bad} do not hold the weights of drafter 0; start all ranks from the same "
+                                    "config, seed and checkpoint")

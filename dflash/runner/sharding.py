@@ -32,7 +32,8 @@ from dflash.optim import MasterAdamW
 from dflash.plan import StepPlan, WorkItem
 from dflash.run_config import TrainOptions
 from dflash.runner.cluster import Cluster
-from dflash.runner.processes import ProcessEngine, refuse_unequal
+from dflash.runner.processes import ProcessEngine
+from dflash.runner.replicas import refuse_unequal
 from dflash.target import Features
 from dflash.training import Replica
 
@@ -146,7 +147,7 @@ class ShardedReplica(Replica):
         self.mesh = DeviceMesh.from_group(cluster.drafter_group, cluster.device.type)
         for parameter in drafter.parameters():
             parameter.data = parameter.data.float()
-        refuse_unequal(cluster, list(drafter.parameters()))
+        refuse_unequal(list(drafter.parameters()), cluster.drafter_group)
         policy = MixedPrecisionPolicy(param_dtype=None if self.dtype == torch.float32 else self.dtype,
                                       reduce_dtype=torch.float32, cast_forward_inputs=False)  # rotary tables stay float32
         for part in (*drafter.layers, drafter):

@@ -13,8 +13,9 @@ from dflash.devices import compute_dtype
 from dflash.features import CachedFeatures, OnlineFeatures
 from dflash.job import Job
 from dflash.run_config import RunConfig
-from dflash.runner.replicas import copy_target, shard_target
+from dflash.runner.replicas import copy_target
 from dflash.target import Features, Target, load_target
+from dflash.target_map import shard_target
 from dflash.topology import Topology
 from dflash.training import FeatureSource
 
