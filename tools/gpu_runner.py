@@ -28,7 +28,7 @@ OUT = Path(os.environ.get("OUT", "out"))
 TINY = os.environ.get("GPU_RUNNER_TINY") == "1"  # a dry run of the script itself, on CPU workers
 PARTS = [  # in this order; seconds each may take; `full` goes on to its next size until one fits
     ("stamps", 60), ("equal", 120), ("full:0", 260), ("full:1", 150), ("full:2", 120), ("failure", 110), ("memory", 220),
-    ("throughput", 240), ("torchrun", 200), ("linear", 300), ("linear_without", 90),
+    ("throughput", 240), ("ranks", 110), ("torchrun", 200), ("linear", 300), ("linear_without", 90),
 ]
 FULL_SIZES = [(40000, 1024), (40000, 768), (32768, 512)]
 
@@ -213,6 +213,25 @@ def part_torchrun() -> None:
     job = case("small", 2)
     for label, topology in topologies().items():
         attempt("torchrun", label, 100, lambda t=topology: check_torchrun(job, t, 20))
+
+
+def part_ranks() -> None:
+    """Throughput of the shared topology with a process a GPU, beside what `throughput` measured for one side alone."""
+    from dflash.bench.pipeline_checks import run_torchrun
+
+    label = "2 shared, 8 layers"
+    job = case("medium", 2, target_layers=8)
+
+    def call() -> dict:
+        ran = run_torchrun(job, topologies()["2 shared"], 43)
+        if ran["result"] is None:
+            return {"ok": False, "error": ran["output"][-1500:]}
+        rate = job.packs_per_step * job.shape.tokens / ran["result"]["step_seconds"]
+        alone = next((r["slower_side"] for r in results() if r["name"] == label and "slower_side" in r), None)
+        return {"ok": alone is None or rate >= 0.95 * alone, "tokens_per_second": rate, "slower_side": alone,
+                "of_slower_side": alone and rate / alone, "seconds": ran["seconds"]}
+
+    attempt("ranks", label + ", torchrun", 100, call)
 
 
 # -- the parent -----------------------------------------------------------------------------------------------------

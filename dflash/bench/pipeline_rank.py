@@ -21,6 +21,8 @@ from dflash.runner.cluster import Cluster
 from dflash.runner.ranks import make_engine, run_rank, serve_target
 from dflash.runner.sharding import ShardedReplica
 
+WARM = 3  # steps before the clock starts
+
 
 def work(cluster: Cluster, job: dict) -> None:
     """This rank's part of the job."""
@@ -44,17 +46,23 @@ def work(cluster: Cluster, job: dict) -> None:
         if not engine.leads:
             engine.follow()
             return
-        losses, began = [], 0.0
+        results, began = [], 0.0
         for number in range(1, job.get("stop_after", steps) + 1):
-            losses.append(float(engine.step(planner.step(number), case.lr)[0]))
-            began = began or time.perf_counter()
+            results.append(engine.step(planner.step(number), case.lr)[0])
+            if number == WARM:
+                float(results[-1])
+                began = time.perf_counter()
+            elif number > WARM:
+                float(results[-2])  # one step behind, as training reads its records
+        losses = [float(value) for value in results]
         seconds = time.perf_counter() - began
         with whole_drafter(engine) as drafter:
             weights = torch.cat([p.detach().float().flatten().cpu() for p in drafter.parameters()])
         engine.finish()
-    masters = engine.replica.optimizer.masters
+    masters, timed = engine.replica.optimizer.masters, len(losses) - WARM
     torch.save({"losses": losses, "weights": weights if job.get("sharded") else weights_of(engine.replica),
-                "held": sum(m.numel() for m in masters), "step_seconds": seconds / max(1, len(losses) - 1)}, job["out"])
+                "held": sum(m.numel() for m in masters), "step_seconds": seconds / timed if timed > 0 else None},
+               job["out"])
 
 
 def _failing(get, item: int):
