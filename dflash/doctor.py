@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash.compile_safety.isolated import report, run_isolated
-from dflash.compile_safety.probes import DEFAULT_LIMIT, ProbeResult, run_probes, table
+from dflash.compile_safety.probes import DEFAULT_LIMIT, ProbeResult, jobs_here, run_probes, table
 
 PACKAGES = ("torch", "triton", "transformers", "safetensors", "accelerate", "gguf", "papermill", "plotly",
             "matplotlib", "ipykernel", "nvidia-ml-py", "flash-linear-attention", "causal-conv1d")
@@ -59,7 +59,7 @@ def examine(quick: bool = False, limit: float | None = None) -> dict[str, Any]:
     devices = gpus()
     backend = "eager" if quick else "inductor"
     limit = limit or (QUICK_LIMIT if quick else DEFAULT_LIMIT)
-    probes = run_probes(backend=backend, limit=limit)
+    probes = run_probes(backend=backend, limit=limit, jobs=jobs_here())
     flex = flex_compiles(limit=max(limit, DEFAULT_LIMIT))
     overhead = _measured_overhead(limit)
     page: dict[str, Any] = {

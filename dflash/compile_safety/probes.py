@@ -15,7 +15,9 @@ Verdicts: `fault` (shown), `clean` (not shown), `hang` (killed at the time limit
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from dflash.compile_safety.isolated import report, run_isolated
@@ -68,10 +70,18 @@ def run_probe(
 
 
 def run_probes(
-    backend: str = "inductor", device: str = "auto", limit: float = DEFAULT_LIMIT, names: tuple[str, ...] = PROBES
+    backend: str = "inductor", device: str = "auto", limit: float = DEFAULT_LIMIT, names: tuple[str, ...] = PROBES,
+    jobs: int = 1,
 ) -> list[ProbeResult]:
-    """Every probe, off and on, one after another."""
-    return [run_probe(name, protect, backend, device, limit) for name in names for protect in (False, True)]
+    """Every probe, off and on, `jobs` processes at a time; in the order of `names`."""
+    with ThreadPoolExecutor(jobs) as pool:
+        return list(pool.map(lambda each: run_probe(*each, backend, device, limit),
+                             [(name, protect) for name in names for protect in (False, True)]))
+
+
+def jobs_here() -> int:
+    """Processes that may compile at a time without slowing one another down much: one for each eight cores."""
+    return max(1, (os.cpu_count() or 1) // 8)
 
 
 def table(results: list[ProbeResult]) -> str:
