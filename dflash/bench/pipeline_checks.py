@@ -190,7 +190,6 @@ def check_spread(case: Case, topology: Topology, steps: int = 10, tolerance: flo
     target = make_target(case, devices[0])
     packs = make_packs(case)
     whole = [OnlineFeatures(target).get(pack).to("cpu") for pack in packs]
-    target.fast = None  # the fast capture reads all layers on one device
     target.model.to("cpu")
     shard_target(target, devices)
     pairs = [pair for one, pack in zip(whole, packs, strict=True) for two in (OnlineFeatures(target).get(pack).to("cpu"),)

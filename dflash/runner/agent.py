@@ -73,7 +73,8 @@ def main(arguments: Sequence[str]) -> None:
     """torchrun's command line; exits with its code."""
     keep_to_loopback()
     rendezvous_handler_registry.register("loopback", LoopbackRendezvous)
-    run.main(["--nnodes", "1", "--rdzv-backend", "loopback", "--local-addr", LOOPBACK, *arguments])
+    run.main(["--nnodes", "1", "--rdzv-backend", "loopback", "--rdzv-endpoint", f"{LOOPBACK}:0", "--local-addr", LOOPBACK,
+              *arguments])
 
 
 if __name__ == "__main__":

@@ -147,7 +147,7 @@ class ShardedReplica(Replica):
         self.mesh = DeviceMesh.from_group(cluster.drafter_group, cluster.device.type)
         for parameter in drafter.parameters():
             parameter.data = parameter.data.float()
-        refuse_unequal(list(drafter.parameters()), cluster.drafter_group)
+        refuse_unequal(list(drafter.parameters()), cluster.drafter_group, cluster.device)
         policy = MixedPrecisionPolicy(param_dtype=None if self.dtype == torch.float32 else self.dtype,
                                       reduce_dtype=torch.float32, cast_forward_inputs=False)  # rotary tables stay float32
         for part in (*drafter.layers, drafter):
