@@ -29,6 +29,7 @@ TINY = os.environ.get("GPU_RUNNER_TINY") == "1"  # a dry run of the script itsel
 PARTS = [  # in this order; seconds each may take; `full` goes on to its next size until one fits
     ("stamps", 60), ("equal", 120), ("full:0", 260), ("full:1", 150), ("full:2", 120), ("failure", 110), ("memory", 220),
     ("throughput", 240), ("ranks", 110), ("torchrun", 200), ("linear", 300), ("linear_without", 90),
+    ("sharded", 200), ("fsdp", 200),
 ]
 FULL_SIZES = [(40000, 1024), (40000, 768), (32768, 512)]
 
@@ -234,6 +235,33 @@ def part_ranks() -> None:
     attempt("ranks", label + ", torchrun", 100, call)
 
 
+def part_sharded() -> None:
+    """One target over both GPUs, the drafter on the second: features and losses are those of a target in one piece."""
+    from dflash.bench.pipeline_checks import check_spread
+    from dflash.run_config import RuntimeOptions
+    from dflash.topology import available_gpus, decide
+
+    if TINY:
+        topology = topologies()["1+1"]
+        topology = replace(topology, targets=(topology.targets[0] * 2,))
+    else:
+        topology = decide(RuntimeOptions(gpus="1", target_gpus="0,1", gpus_per_target=2), available_gpus())
+    job = case("small", target_layers=8, packs_per_step=2)
+    attempt("sharded", "dense, 8 layers", 100, lambda: check_spread(job, topology))
+    if not TINY:
+        hybrid = replace(job, hybrid=True, fast_capture=False)
+        attempt("sharded", "hybrid, 8 layers", 100, lambda: check_spread(hybrid, topology))
+
+
+def part_fsdp() -> None:
+    """One drafter in shards over both GPUs (FSDP2 over NCCL), a target on each, against the serial reference; and what each
+    rank keeps of it."""
+    from dflash.bench.pipeline_checks import check_torchrun
+
+    attempt("fsdp", "2 shared, one drafter", 180,
+            lambda: check_torchrun(case("small", 2), topologies()["2 shared"], 20, sharded=True))
+
+
 # -- the parent -----------------------------------------------------------------------------------------------------
 
 
@@ -274,7 +302,8 @@ def show(r: dict) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=int, default=470, help="for everything together")
-    parser.add_argument("--only", help="parts, comma-separated: stamps,equal,full,throughput,memory,failure,torchrun,linear")
+    parser.add_argument("--only", help="parts, comma-separated: stamps,equal,full,throughput,ranks,memory,failure,torchrun,"
+                                       "linear,linear_without,sharded,fsdp")
     parser.add_argument("--part", help=argparse.SUPPRESS)
     args = parser.parse_args()
     OUT.mkdir(parents=True, exist_ok=True)

@@ -56,13 +56,14 @@ def work(cluster: Cluster, job: dict) -> None:
                 float(results[-2])  # one step behind, as training reads its records
         losses = [float(value) for value in results]
         seconds = time.perf_counter() - began
+        peak = torch.cuda.max_memory_allocated(cluster.device) if cluster.device.type == "cuda" else 0
         with whole_drafter(engine) as drafter:
             weights = torch.cat([p.detach().float().flatten().cpu() for p in drafter.parameters()])
         engine.finish()
     masters, timed = engine.replica.optimizer.masters, len(losses) - WARM
     torch.save({"losses": losses, "weights": weights if job.get("sharded") else weights_of(engine.replica),
-                "held": sum(m.numel() for m in masters), "step_seconds": seconds / timed if timed > 0 else None},
-               job["out"])
+                "held": sum(m.numel() for m in masters), "peak": peak,
+                "step_seconds": seconds / timed if timed > 0 else None}, job["out"])
 
 
 def _failing(get, item: int):
