@@ -187,7 +187,7 @@ def _drafter_engine(cluster: Cluster, config: RunConfig, data: Data, topology: T
     paired = cluster.roles.paired
     target = _what_a_drafter_needs(cluster, config, data)
     sharded = config.runtime.drafter_parallel == "fsdp2"
-    drafter = make_drafter(config, target, data, "cpu" if sharded else cluster.device)
+    drafter = make_drafter(config, target, data, cluster.device)
     planner = make_planner(config, data, drafter)
     source = _source(config, target, data, topology) if paired else None
     del target

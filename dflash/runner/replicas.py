@@ -133,14 +133,13 @@ class GradientSum:
         return self._staging[: piece.numel()].copy_(piece)
 
 
-def fingerprint(weights: Sequence[Tensor], device: torch.device | None = None) -> Tensor:
-    """[2] int64 that changes with any bit of any of these float32 weights; equal for equal ones on any device. Computed on
-    `device`, piece by piece, or where the weights lie."""
-    total = torch.zeros(2, dtype=torch.int64, device=device or weights[0].device)
+def fingerprint(weights: Sequence[Tensor]) -> Tensor:
+    """[2] int64 that changes with any bit of any of these weights, read as float32; equal for equal ones on any device."""
+    total = torch.zeros(2, dtype=torch.int64, device=weights[0].device)
     for number, weight in enumerate(weights, 1):
-        bits = weight.detach().contiguous().view(torch.int32).flatten()
+        bits = weight.detach().float().contiguous().view(torch.int32).flatten()
         for piece in bits.split(1 << 24):
-            wide = piece.to(total.device).to(torch.int64)
+            wide = piece.to(torch.int64)
             total[0] += number * wide.sum()
             total[1] += number * (wide * torch.arange(1, wide.numel() + 1, device=wide.device)).sum()
     return total.cpu()
@@ -157,9 +156,9 @@ def check_equal(replicas: Sequence[Replica]) -> None:
             )
 
 
-def refuse_unequal(weights: Sequence[Tensor], group: dist.ProcessGroup, device: torch.device | None = None) -> None:
-    """Raises ReplicasDivergedError in every process of a group where these float32 weights are not bit-equal in all."""
-    mine = fingerprint(weights, device)
+def refuse_unequal(weights: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """Raises ReplicasDivergedError in every process of a group where these weights are not bit-equal in all."""
+    mine = fingerprint(weights)
     everyone = [torch.zeros_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(everyone, mine, group=group)
     bad = [i for i, other in enumerate(everyone) if not torch.equal(other, everyone[0])]

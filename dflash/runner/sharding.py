@@ -137,7 +137,8 @@ class ShardedReplica(Replica):
     """This rank's shard of a drafter that all drafter ranks hold together.
 
     Args:
-        drafter: whole, with equal weights on every rank, best on the CPU: it is moved to the rank's device piece by piece.
+        drafter: whole, on the rank's device, with equal weights on every rank. It is taken apart layer by layer, so that its
+            float32 weights never lie there as a whole; its tables stay the target's.
 
     Raises: ReplicasDivergedError where the ranks did not start from equal weights.
     """
@@ -145,12 +146,13 @@ class ShardedReplica(Replica):
     def __init__(self, drafter: DFlashDrafter, options: TrainOptions, cluster: Cluster):
         self.dtype = drafter.fc.weight.dtype  # of the passes
         self.mesh = DeviceMesh.from_group(cluster.drafter_group, cluster.device.type)
-        for parameter in drafter.parameters():
-            parameter.data = parameter.data.float()
-        refuse_unequal(list(drafter.parameters()), cluster.drafter_group, cluster.device)
+        refuse_unequal(list(drafter.parameters()), cluster.drafter_group)
         policy = MixedPrecisionPolicy(param_dtype=None if self.dtype == torch.float32 else self.dtype,
                                       reduce_dtype=torch.float32, cast_forward_inputs=False)  # rotary tables stay float32
         for part in (*drafter.layers, drafter):
+            for parameter in part.parameters():
+                if not isinstance(parameter, DTensor):
+                    parameter.data = parameter.data.float()
             fully_shard(part, mesh=self.mesh, mp_policy=policy)
             part.set_gradient_divide_factor(1.0)  # a step's gradients add up, see `plan`
             part.set_force_sum_reduction_for_comms(True)
