@@ -38,7 +38,7 @@ class TargetOptions:
     target_layers: tuple[int, ...] | None = None  # captured layer ids (id l = output of layer l); None: evenly spread
     num_captured: int = 3  # how many layers when target_layers is None
     target_dtype: str = "auto"  # "auto", "float32" or "bfloat16"
-    fast_capture: bool = True  # a hybrid target on a GPU: capture by the fast kernels where they agree with the plain ones
+    fast_capture: bool = True  # on a GPU, capture by the fast kernels where they agree with the plain path
 
     def __post_init__(self) -> None:
         _require(self.num_captured >= 1, f"num_captured must be at least 1, got {self.num_captured}")

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from dflash.devices import device_named, dtype_named
 from dflash.errors import TargetError
+from dflash.packed_attention import document_positions, to_device
 from dflash.target_choices import (
     choose_mask_token_id,
     default_layer_ids,
@@ -152,7 +153,7 @@ class Target:
     def describe(self) -> str:
         """One line for people: name, size, dtype, memory, captured layers."""
         count = sum(weight.numel() for weight in self.model.parameters())
-        kind = f"hybrid with {'fast' if self.fast else 'plain'} capture" if self.is_hybrid else "dense"
+        kind = f"{'hybrid' if self.is_hybrid else 'dense'} with {'fast' if self.fast else 'plain'} capture"
         kind += f" ({self.why_plain})" if self.why_plain else ""
         places = dict.fromkeys(str(weight.device) for weight in self.model.parameters())
         return (f"{self.source}: {type(self.model).__name__}, {kind}, {self.num_layers} layers, {count / 1e6:,.1f}M "
@@ -236,9 +237,9 @@ class Target:
         sizes = [total] if lengths is None else [int(size) for size in lengths.reshape(-1).tolist() if size]
         if min(sizes, default=1) < 0 or sum(sizes) > total:
             raise TargetError(f"lengths sum to {sum(sizes)}, but the pack has {total} tokens")
-        ids = input_ids.to(self.device)
         _check_positions(position_ids, sizes, total)
-        starts = [sum(sizes[:index]) for index in range(len(sizes))]
+        ids = to_device(input_ids, self.device)
+        starts = [0, *accumulate(sizes)]
         width, hidden = len(self.layer_ids), self.hidden_size
         features = torch.zeros(1, total, width * hidden, dtype=self.dtype, device=self.device)
         last_states = (torch.zeros(1, total, hidden, dtype=self.dtype, device=self.device) if last_hidden else
@@ -322,7 +323,7 @@ def _check_positions(position_ids: Tensor | None, sizes: list[int], total: int) 
         return
     if position_ids.shape[-1] != total:
         raise TargetError(f"position_ids has {position_ids.shape[-1]} entries, input_ids {total}")
-    wanted = torch.cat([torch.arange(size) for size in sizes]) if sizes else torch.zeros(0, dtype=torch.long)
+    wanted = document_positions(sizes)
     got = position_ids.reshape(-1)[: len(wanted)].cpu()
     if not torch.equal(got, wanted):
         at = int((got != wanted).nonzero()[0])
@@ -362,8 +363,8 @@ def load_target(
             weights of a shape, as "random:qwen3.6-27b".
         device: where it runs. `dtype`: None takes bfloat16 on a GPU and float32 on the CPU.
         layer_ids: captured layers, checked before any weight is read; None takes `default_layer_ids`.
-        fast: let a hybrid target on a GPU with flash-linear-attention capture by `fast_target`, where that gives the
-            plain forward's features; `describe` says which way it captures.
+        fast: let a dense target on a GPU, and a hybrid one with flash-linear-attention too, capture by `fast_target` where
+            that gives the plain forward's features; `describe` says which way it captures.
     """
     device = device_named(device)
     if isinstance(dtype, str):
@@ -378,10 +379,9 @@ def load_target(
     target = Target(model, tokenizer, layer_ids, source.name, note=source.size_note)
     if self_test and not source.random:  # a random one is what this package made it
         target.self_test()
-    if fast and target.is_hybrid:
+    if fast:
         from dflash import fast_target
 
-        if fast_target.has_recurrence_kernels(target):
-            with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-                fast_target.attach(target)
+        if fast_target.worthwhile(target):
+            fast_target.attach(target)
     return target

@@ -83,8 +83,7 @@ def shard_target(target: Target, devices: Sequence[torch.device]) -> Target:
                               f"spread the target over more GPUs (gpus_per_target, now {len(devices)}), or keep drafters "
                               "off them (gpus, target_gpus)")
     target.fast = None  # it reads the layers where the embedding lies
-    if target.is_hybrid:
-        target.why_plain = "the target is spread over devices"
+    target.why_plain = "the target is spread over devices"
     names = {device: device.index if device.type == "cuda" else "cpu" for device in devices}
     dispatch_model(target.model, {part: names[device] for part, device in plan.items()}, main_device=names[devices[0]],
                    force_hooks=True)

@@ -109,6 +109,17 @@ def test_target(capsys, tmp_path):
     assert result["flash_linear_attention"] is False and "not in use" in text
 
 
+def test_target_that_is_loaded(capsys, tmp_path):
+    words = ["--model", "random:tiny@2", "--tokens", "48", "--document", "20"]
+    result, text = run(capsys, tmp_path / "t.json", "target", *words, "--repeats", "2", "--warmup", "1")
+    (row,) = result["results"]
+    assert row["tokens_per_second"] == pytest.approx(48 / row["seconds_median"])  # whole, so nothing is scaled
+    weights = 2 * (64 * 16 * (2 * 4 + 2 * 2) + 3 * 64 * 96)  # of two layers: q, k, v, o and the MLP
+    assert row["matmul_flops_per_second"] == pytest.approx(2 * weights * 48 / row["seconds_median"])
+    assert row["host_seconds"] > 0 and result["model"] == "random:tiny@2"
+    assert "dense with plain capture (cpu has no Triton), 2 layers" in text
+
+
 @pytest.mark.parametrize("soft", [True, False])
 def test_matmul_flops_are_what_torch_counts(soft):
     """The plain step leaves unsupervised rows out of the head; everything else is counted slot by slot."""

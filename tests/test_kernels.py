@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from dflash.attention import AttentionMask, attention
 from dflash.bench.workload import StepShape, make_drafter, make_head, make_inputs
 from dflash.masks import AnchorSet, document_ids, sample_anchors
+from dflash.target import Target
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None
@@ -193,3 +194,77 @@ def test_fast_capture_is_the_plain_capture(device):
         assert (getattr(fast, name)[:, 33:] == 0).all()  # the padding tail
     short = target.capture(ids, lengths, last_hidden=False)
     assert torch.equal(short.all_hidden_states, fast.all_hidden_states) and (short.verifier_last_hidden == 0).all()
+
+
+def dense_target(kind, device, dtype, layers=3, **changes):
+    """Llama (no biases, no head norms), Qwen2 (biases) or Qwen3 (head norms), with weights that are not the initial ones."""
+    transformers = pytest.importorskip("transformers")
+    config = getattr(transformers, f"{kind}Config")(**dict(
+        vocab_size=300, hidden_size=48, intermediate_size=80, num_hidden_layers=layers, num_attention_heads=6,
+        num_key_value_heads=2, head_dim=16, initializer_range=0.2, bos_token_id=None, eos_token_id=None,
+        pad_token_id=0) | changes)
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return Target(model.to(device, dtype), layer_ids=[0, 1])
+
+
+@pytest.mark.parametrize(("kind", "changes"), [
+    ("Llama", {}), ("Qwen2", {"head_dim": 8}), ("Qwen3", {}), ("Llama", {"attention_bias": True, "mlp_bias": True})])
+def test_fast_capture_of_a_dense_target_is_the_plain_capture(device, kind, changes):
+    from dflash import fast_target
+
+    limit = 1e-5 if device.type == "cpu" else 5e-5
+    target = dense_target(kind, device, torch.float32, **changes)
+    ids, lengths = torch.randint(0, 300, (1, 90)), torch.tensor([13, 50, 1, 20])
+    plain = target.capture(ids, lengths)
+    assert fast_target.attach(target, required=True) and target.fast.varlen is None
+    fast = target.capture(ids, lengths)
+    for name in ("all_hidden_states", "verifier_last_hidden"):
+        assert relative(getattr(fast, name), getattr(plain, name)) < limit
+        assert (getattr(fast, name)[:, 84:] == 0).all()  # the padding tail
+    short = target.capture(ids, lengths, last_hidden=False)
+    assert torch.equal(short.all_hidden_states, fast.all_hidden_states) and (short.verifier_last_hidden == 0).all()
+    alone = target.capture(ids[:, 13:63])
+    assert relative(alone.all_hidden_states, fast.all_hidden_states[:, 13:63]) < limit
+
+
+@pytest.mark.parametrize("wrong", ["rotary", "borders", "nan"])
+def test_a_wrong_fast_forward_is_not_attached(device, monkeypatch, wrong):
+    from dflash import fast_target
+    from dflash.errors import TargetError
+    from dflash.kernels import target_ops
+
+    target = dense_target("Llama", device, torch.float32, layers=2)
+    right, attention = target_ops.norm_partial_rotary, fast_target.packed_attention
+    if wrong == "borders":  # every document sees those before it
+        monkeypatch.setattr(fast_target, "packed_attention", lambda q, k, v, documents, *rest: attention(
+            q, k, v, documents._replace(sizes=[len(q)]), *rest))
+    else:
+        turn = -1.0 if wrong == "rotary" else float("nan")
+        monkeypatch.setattr(target_ops, "norm_partial_rotary", lambda x, w, cos, sin, eps: right(
+            x, w, cos + 0.1, turn * sin, eps))
+    with pytest.raises(TargetError, match="differ from the plain forward's"):
+        fast_target.attach(target, required=True)
+    assert target.fast is None
+
+
+@pytest.mark.parametrize("rotary", [8, 16])  # in part, and over the whole head
+@pytest.mark.parametrize("norm", [False, True])
+def test_head_norm_and_rotary_each_optional(device, rotary, norm):
+    from dflash.kernels.target_ops import norm_partial_rotary
+
+    torch.manual_seed(0)
+    x = torch.randn(21, 3, 40, device=device)[..., :16]  # strides of a wider tensor
+    weight = torch.rand(16, device=device) + 0.5
+    angle = torch.rand(21, rotary // 2, device=device) * 6
+    got = norm_partial_rotary(x, weight if norm else None, angle.cos(), angle.sin(), 1e-6)
+    wanted = x.double()
+    if norm:
+        wanted = wanted / (wanted.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double()
+    turned = torch.view_as_complex(torch.stack([wanted[..., : rotary // 2], wanted[..., rotary // 2 : rotary]], -1))
+    turned = turned * torch.polar(torch.ones_like(angle).double(), angle.double())[:, None]
+    wanted = torch.cat([turned.real, turned.imag, wanted[..., rotary:]], -1)
+    assert relative(got, wanted) < 1e-5

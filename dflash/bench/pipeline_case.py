@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from dflash import fast_target
 from dflash.bench.target import TargetShape
 from dflash.bench.target import make_target as make_hybrid
 from dflash.bench.workload import StepShape, document_lengths, make_drafter
@@ -64,13 +65,17 @@ def make_target(case: Case, device: torch.device, seed: int = 0) -> Target:
         target = make_hybrid(TargetShape(tokens=shape.tokens, layers=case.target_layers, depth=case.target_layers,
                                          captured=shape.captured, hidden=shape.hidden,
                                          intermediate=shape.intermediate, vocab=shape.vocab), device, case.dtype)
-        if case.fast_capture:
-            from dflash import fast_target
+    else:
+        target = _make_llama(case, device)
+    if case.fast_capture:
+        fast_target.attach(target)
+    return target
 
-            fast_target.attach(target)
-        return target
+
+def _make_llama(case: Case, device: torch.device) -> Target:
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    shape = case.shape
     config = LlamaConfig(
         vocab_size=shape.vocab, hidden_size=shape.hidden, intermediate_size=shape.intermediate,
         num_hidden_layers=case.target_layers, num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads,

@@ -1,14 +1,16 @@
-"""`bench target`: how fast a hybrid target's features are captured, by the plain path and by the fast one.
+"""`bench target`: how fast a target's features are captured, by the plain path and by the fast one.
 
 The target has the Qwen3.6-27B text shape with random weights and as many of its layers as asked; tokens per second are
-scaled to the whole depth, since every group of four layers costs the same.
+scaled to the whole depth, since every group of four layers costs the same. `--model` measures a target that can be loaded
+instead, whole: `--model smollm2 --document 300`.
 """
 
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 
@@ -17,7 +19,8 @@ from dflash.bench.timing import environment, free_memory, matmul_ceiling, measur
 from dflash.bench.workload import document_lengths
 from dflash.devices import device_named, dtype_named
 from dflash.errors import ConfigError
-from dflash.target import Target
+from dflash.packed_attention import VARLEN_BELOW
+from dflash.target import Target, load_target
 
 
 @dataclass(frozen=True)
@@ -78,20 +81,33 @@ def make_target(shape: TargetShape, device: torch.device, dtype: torch.dtype) ->
 def capture_call(target: Target, shape: TargetShape, last_hidden: bool = True) -> Callable[[], object]:
     """A function that captures one pack."""
     host = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, shape.vocab, (1, shape.tokens), generator=host).to(target.device)
+    ids = torch.randint(0, target.embed_weight.shape[0], (1, shape.tokens), generator=host)
     lengths = document_lengths(shape.tokens, shape.document, host)
     return lambda: target.capture(ids, lengths, last_hidden=last_hidden)
 
 
-def report(name: str, target: Target, shape: TargetShape, ceiling: float, warmup: int, repeats: int) -> dict:
-    """Measure `target.capture`, soft labels' last state included."""
-    timing = measure(capture_call(target, shape), target.device, warmup, repeats)
+def report(name: str, target: Target, shape: TargetShape, ceiling: float, warmup: int, repeats: int,
+           flops_per_token: float | None = None) -> dict:
+    """Measure `target.capture`, soft labels' last state included; `flops_per_token` is the shape's unless given.
+
+    `host_seconds` is what the call took before it returned: on a GPU, the time to launch it.
+    """
+    call = capture_call(target, shape)
+    timing = measure(call, target.device, warmup, repeats)
     rate = shape.tokens / timing.median
-    flops = shape.flops_per_token * rate
+    flops = (shape.flops_per_token if flops_per_token is None else flops_per_token) * rate
     return {
         "name": name, "tokens_per_second": rate * shape.layers / shape.depth, **timing_fields(timing),
-        "matmul_flops_per_second": flops, "mfu": flops / ceiling,
+        "host_seconds": _host_seconds(call, target.device), "matmul_flops_per_second": flops, "mfu": flops / ceiling,
     }
+
+
+def _host_seconds(call: Callable[[], object], device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
 
 
 def variants(device: torch.device, dtype: torch.dtype, tiny: bool = False) -> list[tuple[str, Callable[[], dict]]]:
@@ -131,29 +147,50 @@ def _without_fast(target: Target, call: Callable[[], dict]) -> dict:
         target.fast = kept
 
 
+def _measured(target: Target, shape: TargetShape, ceiling: float, args: argparse.Namespace) -> list[dict]:
+    """Plain, fast, and fast with the documents' attention one after another where it would be one call."""
+    flops = None
+    if args.model:
+        flops = 2.0 * sum(p.numel() for p in target.decoder.layers.parameters() if p.dim() > 1)
+    settings = (shape, ceiling, args.warmup, args.repeats, flops)
+    results = [report("plain", target, *settings)]
+    free_memory(target.device)
+    if fast_target.attach(target):
+        results.append(report("fast", target, *settings))
+        if target.fast.varlen is not None and shape.document < VARLEN_BELOW:
+            target.fast.varlen = None
+            results.append(report("loop", target, *settings))
+    return results
+
+
 def run(args: argparse.Namespace) -> int:
     device, dtype = device_named(args.device), dtype_named(args.dtype)
     shape = TargetShape(**{f.name: getattr(args, f.name) for f in fields(TargetShape)})
-    target, ceiling = make_target(shape, device, dtype), matmul_ceiling(device, dtype)
-    results = [report("plain", target, shape, ceiling, args.warmup, args.repeats)]
-    free_memory(device)
-    if fast_target.attach(target):
-        results.append(report("fast", target, shape, ceiling, args.warmup, args.repeats))
+    if args.model:
+        target = load_target(args.model, device, dtype, fast=False)
+        shape = replace(shape, layers=target.num_layers, depth=target.num_layers)
+    else:
+        target = make_target(shape, device, dtype)
+    ceiling = matmul_ceiling(device, dtype)
+    results = _measured(target, shape, ceiling, args)
+    print(target.describe())
     kernels = fast_target.has_recurrence_kernels(target)
     print(f"{shape.layers} of {shape.depth} layers, scaled; flash-linear-attention {'in use' if kernels else 'not in use'}; "
           f"ceiling {ceiling / 1e12:.3g} TFLOP/s")
-    print(f"{'path':8} {'tokens/s':>9} {'ms':>8} {'TFLOP/s':>8} {'MFU':>5} {'peak GB':>8}")
+    print(f"{'path':8} {'tokens/s':>9} {'ms':>8} {'host ms':>8} {'TFLOP/s':>8} {'MFU':>5} {'peak GB':>8}")
     for r in results:
         peak = "-" if r["peak_bytes"] is None else f"{r['peak_bytes'] / 1e9:.1f}"
         print(f"{r['name']:8} {r['tokens_per_second']:>9.0f} {r['seconds_median'] * 1e3:>8.1f} "
-              f"{r['matmul_flops_per_second'] / 1e12:>8.3g} {r['mfu']:>5.2f} {peak:>8}")
-    write_json(args.json, {"bench": "target", "shape": vars(shape), "dtype": args.dtype, "matmul_ceiling": ceiling,
-                           "flash_linear_attention": kernels, "environment": environment(device), "results": results})
+              f"{r['host_seconds'] * 1e3:>8.1f} {r['matmul_flops_per_second'] / 1e12:>8.3g} {r['mfu']:>5.2f} {peak:>8}")
+    write_json(args.json, {"bench": "target", "model": args.model, "shape": vars(shape), "dtype": args.dtype,
+                           "matmul_ceiling": ceiling, "flash_linear_attention": kernels,
+                           "environment": environment(device), "results": results})
     return 0
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
-    parser = subparsers.add_parser("target", help="a hybrid target's feature capture")
+    parser = subparsers.add_parser("target", help="a target's feature capture, plain and fast")
+    parser.add_argument("--model", help="a target to load (smollm2, a folder, random:tiny) instead of the Qwen3.6 shape")
     for field in fields(TargetShape):
         parser.add_argument(f"--{field.name.replace('_', '-')}", type=int, default=field.default)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

@@ -1,5 +1,5 @@
-"""Memory-bound parts of a hybrid target's layers over a packed row, each one pass: the short causal convolution that
-stops at document borders, the gated norm after the recurrence, and head norm with a partial rotary. Forward only.
+"""Memory-bound parts of a target's layers over a packed row, each one pass: the short causal convolution that stops at
+document borders, the gated norm after the recurrence, and head norm with rotary, each optional in part. Forward only.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 @triton.jit(do_not_specialize=["length"])
 def _norm_partial_rotary(x_ptr, weight_ptr, cos_ptr, sin_ptr, out_ptr, length, x_row, x_head, out_row, out_head, eps,
-                         ROWS: tl.constexpr, D: tl.constexpr, ROTARY: tl.constexpr):
+                         NORM: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, ROTARY: tl.constexpr):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     head = tl.program_id(1)
     keep = (row < length)[:, None]
@@ -79,14 +79,16 @@ def _norm_partial_rotary(x_ptr, weight_ptr, cos_ptr, sin_ptr, out_ptr, length, x
     dtype = out_ptr.dtype.element_ty
     source = x_ptr + row.to(tl.int64)[:, None] * x_row + head * x_head
     target = out_ptr + row.to(tl.int64)[:, None] * out_row + head * out_head
-    x = tl.load(source + lanes[None, :], mask=keep, other=0.0).to(tl.float32)
-    rstd = (1.0 / tl.sqrt(tl.sum(x * x, 1) / D + eps))[:, None]
-    y = (x * rstd * tl.load(weight_ptr + lanes)[None, :]).to(dtype)
-    tl.store(target + lanes[None, :], y, mask=keep & (lanes >= ROTARY)[None, :])
-    first = tl.load(source + half[None, :], mask=keep, other=0.0).to(tl.float32) * rstd
-    second = tl.load(source + ROTARY // 2 + half[None, :], mask=keep, other=0.0).to(tl.float32) * rstd
-    first = (first * tl.load(weight_ptr + half)[None, :]).to(dtype).to(tl.float32)
-    second = (second * tl.load(weight_ptr + ROTARY // 2 + half)[None, :]).to(dtype).to(tl.float32)
+    first = tl.load(source + half[None, :], mask=keep, other=0.0).to(tl.float32)
+    second = tl.load(source + ROTARY // 2 + half[None, :], mask=keep, other=0.0).to(tl.float32)
+    if NORM or ROTARY < D:
+        x = tl.load(source + lanes[None, :], mask=keep, other=0.0).to(tl.float32)
+        if NORM:
+            rstd = (1.0 / tl.sqrt(tl.sum(x * x, 1) / D + eps))[:, None]
+            x = x * rstd * tl.load(weight_ptr + lanes)[None, :]
+            first = (first * rstd * tl.load(weight_ptr + half)[None, :]).to(dtype).to(tl.float32)
+            second = (second * rstd * tl.load(weight_ptr + ROTARY // 2 + half)[None, :]).to(dtype).to(tl.float32)
+        tl.store(target + lanes[None, :], x.to(dtype), mask=keep & (lanes >= ROTARY)[None, :])
     table = row[:, None] * (ROTARY // 2) + half[None, :]
     cos = tl.load(cos_ptr + table, mask=keep, other=0.0).to(tl.float32)
     sin = tl.load(sin_ptr + table, mask=keep, other=0.0).to(tl.float32)
@@ -94,13 +96,13 @@ def _norm_partial_rotary(x_ptr, weight_ptr, cos_ptr, sin_ptr, out_ptr, length, x
     tl.store(target + ROTARY // 2 + half[None, :], (second * cos + first * sin).to(dtype), mask=keep)
 
 
-def norm_partial_rotary(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
-    """Head norm of x [T, heads, D] (strides free, last one 1), then rotary on its first R features. weight [D] float32;
-    cos, sin [T, R / 2] contiguous. Returns [T, heads, D]."""
+def norm_partial_rotary(x: Tensor, weight: Tensor | None, cos: Tensor, sin: Tensor, eps: float) -> Tensor:
+    """Head norm of x [T, heads, D] (strides free, last one 1), then rotary on its first R features. weight [D] float32, or
+    None for rotary alone; cos, sin [T, R / 2] contiguous; D and R powers of two. Returns [T, heads, D]."""
     length, heads, d = x.shape
     out = torch.empty(length, heads, d, dtype=x.dtype, device=x.device)
     _norm_partial_rotary[(triton.cdiv(length, 16), heads)](
-        x, weight, cos, sin, out, length, x.stride(0), x.stride(1), out.stride(0), out.stride(1), eps, ROWS=16, D=d,
-        ROTARY=2 * cos.shape[1], num_warps=4,
+        x, x if weight is None else weight, cos, sin, out, length, x.stride(0), x.stride(1), out.stride(0), out.stride(1),
+        eps, NORM=weight is not None, ROWS=16, D=d, ROTARY=2 * cos.shape[1], num_warps=4,
     )
     return out

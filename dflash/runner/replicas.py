@@ -61,8 +61,7 @@ def copy_target(target: Target, device: torch.device) -> Target:
     if target.fast is not None:
         from dflash import fast_target
 
-        with torch.cuda.device(device):
-            fast_target.attach(copied, required=True)
+        fast_target.attach(copied, required=True)
     return copied
 
 
