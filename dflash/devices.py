@@ -24,6 +24,14 @@ def device_named(name: str | torch.device) -> torch.device:
     return device
 
 
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """`tensor` on `device`. From the host to a GPU through pinned memory: a copy from pageable memory may wait for all the
+    work that the stream has, and then the GPU waits for the host."""
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
+
+
 def dtype_named(name: str) -> torch.dtype:
     """The floating dtype of this name. Raises ConfigError for any other."""
     if name not in DTYPES:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dflash.devices import to_device
 from dflash.masks import AnchorSet, block_supervision, document_ids
 
 
@@ -43,10 +44,7 @@ class HeadPlan:
 
     def to(self, device: torch.device | str) -> HeadPlan:
         """On `device`, copied without a sync."""
-        values = vars(self).values()
-        if torch.device(device).type == "cuda":
-            values = [value.pin_memory() for value in values]
-        return HeadPlan(*(value.to(device, non_blocking=True) for value in values))
+        return HeadPlan(*(to_device(value, torch.device(device)) for value in vars(self).values()))
 
 
 def teacher_spans(teacher_row: Tensor, chunk_rows: int) -> list[tuple[int, int]]:

@@ -20,6 +20,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dflash.devices import to_device
+
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
@@ -30,9 +32,10 @@ class AnchorSet:
     positions: Tensor
     valid: Tensor
 
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> AnchorSet:
-        return AnchorSet(self.positions.to(device, non_blocking=non_blocking),
-                         self.valid.to(device, non_blocking=non_blocking))
+    def to(self, device: torch.device | str) -> AnchorSet:
+        """On `device`, copied without a sync."""
+        device = torch.device(device)
+        return AnchorSet(to_device(self.positions, device), to_device(self.valid, device))
 
 
 def document_ids(lengths: Tensor, total: int) -> Tensor:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from dflash import fast_path, fp8_head
 from dflash.attention import DEFAULT_MAX_DENSE_BYTES, AttentionMask, attention, default_backend
 from dflash.config import DrafterConfig
+from dflash.devices import to_device
 from dflash.errors import ConfigError
 from dflash.head_plan import HeadPlan, teacher_spans
 from dflash.layers import DraftLayer, RMSNorm, Rotary, rotary_tables
@@ -209,8 +210,8 @@ class DFlashDrafter(nn.Module):
         _check_anchors(anchors, total)
         plan = HeadPlan.make(AnchorSet(anchors.positions.cpu(), anchors.valid.cpu()), loss_mask[0].cpu(), lengths.cpu(),
                              self.block_size)
-        anchors = anchors.to(device, non_blocking=True)
-        documents = document_ids(lengths.to(device), total)
+        anchors = anchors.to(device)
+        documents = document_ids(to_device(lengths, device), total)
         fast = fast_path.applies(self) if self.fast_path is None else self.fast_path
         rows = plan.to(device)
         inputs = (all_hidden_states, input_ids[0], position_ids[0], anchors, documents)

@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dflash.devices import to_device
+
 VARLEN_BELOW = 1024  # mean tokens of a document
 VarlenCall = Callable[[Tensor, Tensor, Tensor, Tensor, int, float], Tensor]
 
@@ -45,13 +47,6 @@ def document_positions(sizes: list[int]) -> Tensor:
     """Position of every token in its own document, [sum(sizes)] int64 on the CPU."""
     counts = torch.tensor(sizes, dtype=torch.int64)
     return torch.arange(sum(sizes)) - (counts.cumsum(0) - counts).repeat_interleave(counts)
-
-
-def to_device(host: Tensor, device: torch.device) -> Tensor:
-    """`host` on `device`. To a GPU through pinned memory: from pageable memory the copy waits for the stream's work."""
-    if device.type == "cuda" and host.device.type == "cpu":
-        return host.pin_memory().to(device, non_blocking=True)
-    return host.to(device)
 
 
 def varlen_call(device: torch.device, dtype: torch.dtype) -> VarlenCall | None:

@@ -21,9 +21,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from dflash.devices import device_named, dtype_named
+from dflash.devices import device_named, dtype_named, to_device
 from dflash.errors import TargetError
-from dflash.packed_attention import document_positions, to_device
+from dflash.packed_attention import document_positions
 from dflash.target_choices import (
     choose_mask_token_id,
     default_layer_ids,

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from dflash.attention import default_backend
 from dflash.compile_safety import WarmupJob
+from dflash.devices import to_device
 from dflash.errors import DFlashError, RunError
 from dflash.model import DFlashDrafter
 from dflash.optim import MasterAdamW, learning_rate
@@ -70,10 +71,10 @@ class Replica:
         return self.drafter(
             all_hidden_states=features.all_hidden_states.to(device, non_blocking=True),
             verifier_last_hidden=features.verifier_last_hidden.to(device, non_blocking=True),
-            input_ids=pack.input_ids[None].to(device, non_blocking=True),
+            input_ids=to_device(pack.input_ids[None], device),
             loss_mask=pack.loss_mask[None],  # stays on the host, where the rows for the head are chosen
             lengths=pack.lengths,
-            position_ids=pack.position_ids[None].to(device, non_blocking=True),
+            position_ids=to_device(pack.position_ids[None], device),
             use_soft_labels=self.options.soft_labels,
             gamma=self.options.gamma,
             reduction=self.options.reduction,

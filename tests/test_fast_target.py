@@ -13,6 +13,7 @@ from tiny_models import tiny_target
 from torch import nn
 
 from dflash import fast_target, kernels
+from dflash.devices import to_device
 from dflash.errors import TargetError
 from dflash.fast_target import attach
 from dflash.fast_target_kinds import obstacle
@@ -22,7 +23,6 @@ from dflash.packed_attention import (
     adapt,
     document_positions,
     packed_attention,
-    to_device,
     varlen_call,
 )
 from dflash.target import Target, load_target
