@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import time
 from pathlib import Path
 
+from gpu_harness import OUT, end_child, start_child
+
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-OUT = Path(os.environ.get("OUT", "out"))
 VARIANTS = ("plain", "fast", "triton", "fp8")
 SETTINGS = dict(data="data/smollm2_greedy.parquet", held_out_data="data/smollm2_conversations.jsonl", held_out=64,
                 pack_length=4096, max_anchors=512, block_size=8, drafter_layers=4, num_captured=5, gamma=4.0, lr=1e-3,
@@ -78,13 +77,12 @@ def main() -> int:
         while waiting and len(running) < args.jobs:
             key = waiting.pop(0)
             with open(OUT / f"{key}.log", "w") as log:
-                command = [sys.executable, __file__, "--one", key, "--steps", str(args.steps), *["--tiny"] * args.tiny]
-                running[key] = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT), time.monotonic()
+                command = [__file__, "--one", key, "--steps", str(args.steps), *["--tiny"] * args.tiny]
+                running[key] = start_child(command, log), time.monotonic()
         time.sleep(0.5)
         for key, (process, began) in list(running.items()):
             if process.poll() is None and time.monotonic() - began > args.limit:
-                process.kill()
-                process.wait()
+                end_child(process)
             if process.poll() is not None:
                 del running[key]
                 folder = OUT / "acceptance" / key

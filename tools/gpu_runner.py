@@ -1,6 +1,7 @@
 """One shot on two GPUs: does the pipeline keep every element, the serial losses and flat memory, and how fast is it?
 
     python tools/gpu_runner.py [--seconds 470] [--only stamps,full]      results under $OUT (default ./out)
+    GPU_RUNNER_TINY=1 python tools/gpu_runner.py --seconds 250           a dry run on CPU workers
 
 Each part runs in a process of its own with a time limit; one that fails leaves its traceback and the next one runs.
 Lines go to results.jsonl at once; the table is printed last. Two topologies: one target on GPU 0 with one drafter on
@@ -10,21 +11,18 @@ GPU 0 and the full-size drafter on GPU 1.
 
 from __future__ import annotations
 
-import argparse
-import faulthandler
 import json
 import os
-import signal
-import subprocess
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from gpu_harness import OUT, Harness, command_line
+
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-OUT = Path(os.environ.get("OUT", "out"))
+HARNESS = Harness(__file__)
 TINY = os.environ.get("GPU_RUNNER_TINY") == "1"  # a dry run of the script itself, on CPU workers
 PARTS = [  # in this order; seconds each may take; `full` goes on to its next size until one fits
     ("stamps", 60), ("equal", 120), ("full:0", 260), ("full:1", 150), ("full:2", 120), ("failure", 110), ("memory", 220),
@@ -34,43 +32,10 @@ PARTS = [  # in this order; seconds each may take; `full` goes on to its next si
 FULL_SIZES = [(40000, 1024), (40000, 768), (32768, 512)]
 
 
-class TooSlow(Exception):
-    """A measurement ran into its time limit."""
-
-
-def _alarm(signum, frame):
-    raise TooSlow
-
-
-def record(**fields) -> None:
-    """Append one line to the results."""
-    with open(OUT / "results.jsonl", "a") as file:
-        file.write(json.dumps(fields, default=str) + "\n")
-
-
-def results() -> list[dict]:
-    path = OUT / "results.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
 def attempt(part: str, name: str, seconds: int, call: Callable[[], dict]) -> None:
-    """Run one measurement; record what it returns, or how it failed."""
-    signal.signal(signal.SIGALRM, _alarm)
-    signal.alarm(seconds)
-    begin = time.time()
-    try:
-        fields = call()
-    except Exception as error:  # one measurement's failure must not cost the others
-        text = traceback.format_exc()
-        print(f"[{part}] {name} FAILED\n{text}", flush=True)
-        fields = {"ok": False, "error": f"{type(error).__name__}: {str(error)[:300]}", "traceback": text[-3000:]}
-    finally:
-        signal.alarm(0)
-    record(**fields | {"part": part, "name": name, "wall": round(time.time() - begin, 1)})
-    print(f"[{part}] {name}: {time.time() - begin:.1f} s {'ok' if fields.get('ok') else 'NOT OK'}", flush=True)
+    """One measurement, and its memory given back."""
+    HARNESS.attempt(part, name, seconds, call)
     release()
-    if "CUDA error" in fields.get("error", "") or "AcceleratorError" in fields.get("error", ""):
-        sys.exit(3)  # the context is lost
 
 
 def release() -> None:
@@ -228,7 +193,7 @@ def part_ranks() -> None:
         if ran["result"] is None:
             return {"ok": False, "error": ran["output"][-1500:]}
         rate = job.packs_per_step * job.shape.tokens / ran["result"]["step_seconds"]
-        alone = next((r["slower_side"] for r in results() if r["name"] == label and "slower_side" in r), None)
+        alone = next((r["slower_side"] for r in HARNESS.results() if r["name"] == label and "slower_side" in r), None)
         return {"ok": alone is None or rate >= 0.95 * alone, "tokens_per_second": rate, "slower_side": alone,
                 "of_slower_side": alone and rate / alone, "seconds": ran["seconds"]}
 
@@ -265,24 +230,6 @@ def part_fsdp() -> None:
 # -- the parent -----------------------------------------------------------------------------------------------------
 
 
-def run_part(part: str, seconds: float, log) -> None:
-    """One part in its own process."""
-    environment = os.environ | {"PYTHONUNBUFFERED": "1"}
-    if part.startswith("full"):
-        environment["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
-    begin = time.time()
-    command = [sys.executable, __file__, "--part", part, "--seconds", str(int(seconds))]
-    child = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
-    try:
-        code = child.wait(timeout=seconds + 5)
-    except subprocess.TimeoutExpired:
-        child.kill()
-        code = child.wait()
-    print(f"{part}: {time.time() - begin:.0f} s, exit {code}", flush=True)
-    if code:
-        record(part=part, name="-", ok=False, error=f"the process ended with {code}; see log.txt")
-
-
 def show(r: dict) -> str:
     """One line of the table."""
     head = f"{r['part'][:14]:14} {r['name'][:30]:30} {'ok ' if r.get('ok') else 'BAD'}"
@@ -300,31 +247,24 @@ def show(r: dict) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=int, default=470, help="for everything together")
-    parser.add_argument("--only", help="parts, comma-separated: stamps,equal,full,throughput,ranks,memory,failure,torchrun,"
-                                       "linear,linear_without,sharded,fsdp")
-    parser.add_argument("--part", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    OUT.mkdir(parents=True, exist_ok=True)
+    names = list(dict.fromkeys(part.partition(":")[0] for part, _ in PARTS))
+    args = command_line(__doc__, 470, names)
     if args.part:
-        faulthandler.dump_traceback_later(args.seconds, exit=True)
-        name, _, number = args.part.partition(":")
-        globals()[f"part_{name}"](*([int(number)] if number else []))
+        HARNESS.work(args, {name: globals()[f"part_{name}"] for name in names})
         return 0
-    (OUT / "results.jsonl").unlink(missing_ok=True)
+    HARNESS.clear()
     end = time.time() + args.seconds
-    wanted = args.only.split(",") if args.only else None
     with open(OUT / "log.txt", "w") as log:
         for part, seconds in PARTS:
             name = part.partition(":")[0]
-            done = name == "full" and any(r["part"] == "full" and "pipeline" in r for r in results())
+            done = name == "full" and any(r["part"] == "full" and "pipeline" in r for r in HARNESS.results())
             left = end - time.time()
-            if done or (wanted and name not in wanted) or left < 20:
+            if done or (args.only and name not in args.only) or left < 20:
                 continue
-            run_part(part, min(seconds, left - 5), log)
+            extra = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"} if name == "full" else {}
+            HARNESS.run_process(part, min(seconds, left - 5), log, **extra)
     tail = (OUT / "log.txt").read_text().splitlines()[-40:]
-    rows = results()
+    rows = HARNESS.results()
     if any("error" in r for r in rows):
         print(*tail, sep="\n")
     for r in rows:
