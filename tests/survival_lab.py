@@ -1,4 +1,5 @@
-"""Runs that are killed: a tiny run through `train_run`, started again and again in forked processes."""
+"""Shared by the survival tests: tiny checkpoints, the processes of a run, and a tiny run that is killed again and again in
+forked processes."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import torch
 from runner_jobs import first_replica, options, planner
+from tiny_models import random_drafter, tiny_target
 
 from dflash.checkpoint import checkpoints, save_checkpoint
 from dflash.control import RunControl
@@ -22,6 +24,23 @@ from dflash.telemetry import Run, read_metrics
 from dflash.training import SerialEngine, Trainer
 
 STEPS = 60
+
+
+def save(root, step, state=None, **keywords):
+    """A checkpoint of a tiny random drafter; its folder."""
+    return save_checkpoint(root, step, random_drafter(tiny_target()), "tiny", state or {"optimizer": {}}, **keywords)
+
+
+def processes_of(config: Path) -> list[int]:
+    """Processes that train this config."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if str(config).encode() in (entry / "cmdline").read_bytes():
+                found.append(int(entry.name))
+        except OSError:
+            continue
+    return found
 
 
 def train_here(root: Path, run_id: str, before_save=lambda step: None) -> None:

@@ -1,4 +1,4 @@
-"""Runs go on: kills in a save, full disks, workers that die or hang in every place, other numbers of drafters."""
+"""Runs go on: kills in a save, the record after a resume, other numbers of drafters, other data."""
 
 from __future__ import annotations
 
@@ -7,21 +7,17 @@ import os
 import pickle
 import subprocess
 import sys
-import threading
 import time
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
 from runner_jobs import first_replica, options, packs, planner, serial, weights
+from survival_lab import save
 from test_runner_threads import engine_of
-from test_train_command import kinds, losses, material, start, wait_for_steps, write_config  # noqa: F401
-from test_training import make_trainer, steps_of
-from tiny_models import random_drafter, tiny_target
+from test_train_command import kinds, losses, material, write_config  # noqa: F401
 
-from dflash import worker_log
 from dflash.__main__ import main
 from dflash.checkpoint import (
     best_checkpoint,
@@ -31,20 +27,13 @@ from dflash.checkpoint import (
     load_trainer_state,
     save_checkpoint,
 )
-from dflash.compile_safety import HangError, protected
-from dflash.compile_safety.watchdog import Watchdog
-from dflash.errors import RunError
 from dflash.job import prepare_data
-from dflash.memory_help import DeviceOutOfMemory
 from dflash.optim import MasterAdamW
 from dflash.plan import Planner
 from dflash.resume import SUPERSEDED, plan_fingerprint, rewind_record, same_plan
 from dflash.run_config import RunConfig
-from dflash.runner.launcher import child_environment, torchrun_command
-from dflash.runner.monitor import worker_of
 from dflash.telemetry import MetricsWriter, Run, read_metrics
 from dflash.training import Replica
-from dflash.worker_log import worker_output
 
 HERE = Path(__file__).parent
 
@@ -52,10 +41,6 @@ HERE = Path(__file__).parent
 @pytest.fixture(autouse=True)
 def one_thread():
     torch.set_num_threads(1)
-
-
-def save(root, step, state=None, **keywords):
-    return save_checkpoint(root, step, random_drafter(tiny_target()), "tiny", state or {"optimizer": {}}, **keywords)
 
 
 # -- checkpoints --------------------------------------------------------------------------------------------------
@@ -284,292 +269,3 @@ def test_a_run_in_three_parts_is_the_unbroken_run_bit_for_bit(material, tmp_path
     assert all(torch.equal(a, b) for a, b in zip(*(s["masters"] for s in states), strict=True))
     for index, moments in states[0]["adamw"]["state"].items():
         assert all(torch.equal(value, states[1]["adamw"]["state"][index][name]) for name, value in moments.items())
-
-
-# -- full disks ---------------------------------------------------------------------------------------------------------
-
-@contextmanager
-def small_disk(folder: Path, size: str):
-    """A tmpfs of `size`; skips where it cannot be mounted."""
-    folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
-    made = subprocess.run(command, capture_output=True, text=True)
-    if made.returncode:
-        pytest.skip(f"no tmpfs can be mounted here: {made.stderr.strip()}")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", "-l", str(folder)], check=True)
-
-
-def fill(folder: Path, leave: int) -> Path:
-    """Take all room but about `leave` bytes."""
-    filler, free = folder / "filler", os.statvfs(folder)
-    filler.write_bytes(b"\0" * max(0, free.f_bavail * free.f_bsize - leave))
-    return filler
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="tmpfs is Linux's")
-def test_a_disk_that_fills_in_a_save_costs_no_good_checkpoint(tmp_path):
-    with small_disk(tmp_path / "disk", "4m") as disk:
-        folder = save(disk, 1, {"optimizer": {"x": torch.zeros(1000)}})
-        for leave in (200_000, 60_000, 8_192, 0):  # in trainer.pt, in the weights, at the first file
-            filler = fill(disk, leave)
-            with pytest.raises(RunError, match="step 2 could not be written.*Earlier checkpoints are untouched"):
-                save(disk, 2, {"optimizer": {"x": torch.zeros(100_000)}})
-            filler.unlink()
-            assert latest_checkpoint(disk) == folder and load_trainer_state(folder)["step"] == 1
-            assert [p.name for p in (disk / "checkpoints").iterdir()] == [folder.name]
-        save(disk, 2)
-        assert latest_checkpoint(disk).name == "step-00000002"
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="tmpfs is Linux's")
-def test_a_disk_that_fills_while_logging_costs_counted_records_and_no_run(tmp_path, capsys):
-    with small_disk(tmp_path / "disk", "1m") as disk:
-        trainer = make_trainer(disk, options(steps=40, packs_per_step=1))
-        step, fillers = trainer.engine.step, []
-
-        def filling(plan, lr):
-            if plan.step == 4:
-                fillers.append(fill(disk, 0))
-            if plan.step == 35:  # the last page of the file took some
-                fillers.pop().unlink()
-            return step(plan, lr)
-
-        trainer.engine.step = filling
-        outcome = trainer.train()
-        trainer.run.end(outcome.status)
-        records = read_metrics(trainer.run.path)[0]
-        seen = [r["step"] for r in records if r["kind"] == "step"]
-        assert outcome.status == "completed" and seen[-1] == 40 and len(seen) == len(set(seen))
-        lost = 40 - len(seen)
-        assert 0 < lost <= records[-1]["dropped_records"] <= lost + 2
-        assert capsys.readouterr().err.count("metrics are being lost") == 1
-        assert latest_checkpoint(trainer.run.path).name == "step-00000040"
-
-
-def test_training_goes_on_when_a_save_meets_a_full_disk_and_the_last_save_does_not(tmp_path, monkeypatch):
-    trainer = make_trainer(tmp_path, options(steps=8, packs_per_step=1, checkpoint_every=2))
-    write, calls = torch.save, []
-
-    def full(*arguments, **keywords):
-        calls.append(1)
-        if len(calls) in (2, 4):  # the saves of steps 4 and 8
-            raise RuntimeError("[enforce fail at inline_container.cc] PytorchStreamWriter failed writing file data/0")
-        return write(*arguments, **keywords)
-
-    monkeypatch.setattr(torch, "save", full)
-    with pytest.raises(RunError, match="the checkpoint of step 8 could not be written"):
-        trainer.train()
-    assert [step for step, _ in checkpoints(trainer.run.path)] == [2, 6] and len(steps_of(trainer.run)) == 8
-    said = [r for r in read_metrics(trainer.run.path)[0] if r["kind"] == "log" and r["level"] == "error"]
-    assert len(said) == 1 and "step 4 could not be written" in said[0]["message"] and "goes on" in said[0]["message"]
-
-
-def test_a_torn_record_is_counted(tmp_path, monkeypatch, capsys):
-    writer = MetricsWriter(tmp_path / "metrics.jsonl")
-    real = os.write
-    monkeypatch.setattr(os, "write", lambda fd, data: real(fd, data[:7]))
-    writer.write("step", step=1)
-    monkeypatch.setattr(os, "write", real)
-    writer.write("step", step=2)
-    assert writer.dropped == 1 and [r["step"] for r in read_metrics(writer.path)[0]] == [2]
-    assert "7 of" in capsys.readouterr().err
-
-
-class FullFile:
-    """A file on a full disk."""
-
-    def write(self, text):
-        raise OSError(28, "No space left on device")
-
-    close = flush = lambda self: (_ for _ in ()).throw(OSError(28, "No space left on device"))
-
-
-def test_a_full_disk_ends_no_worker_that_prints_and_hides_no_fault(tmp_path, monkeypatch, capsys):
-    run = Run.create(tmp_path, {}, "r")
-    with worker_output(run.metrics, "drafter[0]", run.path / "logs"):
-        entry = worker_log._workers[threading.get_ident()]
-        entry.file.close()
-        entry.file = FullFile()
-        print("a line")
-    assert [r["message"] for r in read_metrics(run.path)[0] if r["kind"] == "log"] == ["a line"]
-    (run.path / "failure.json").mkdir()  # cannot be written
-    run.fault(ValueError("the reason"))
-    assert read_metrics(run.path)[0][-1]["message"] == "the reason" and "could not be written" in capsys.readouterr().err
-
-
-def test_a_hang_on_a_full_disk_still_ends(tmp_path, monkeypatch):
-    monkeypatch.setattr(Watchdog, "_write", lambda *a: (_ for _ in ()).throw(OSError(28, "No space left on device")))
-    began = time.monotonic()
-    with pytest.raises(HangError, match="they could not be written: .*No space left"):
-        with Watchdog(tmp_path, 0.5):
-            threading.Event().wait(20)
-    assert time.monotonic() - began < 10
-
-
-# -- workers that die, hang or run out of memory ---------------------------------------------------------------------
-
-class BrokenMetrics:
-    """A record that fails when a worker writes to it."""
-
-    def __init__(self, effect):
-        self.effect = effect
-
-    def write(self, kind, **fields):
-        if threading.current_thread().name.startswith("target["):
-            self.effect()
-
-
-def place_fault(engine, place: str, effect) -> str:
-    """Let `effect()` happen in one place of a running engine, from the third visit on; returns the worker's name."""
-    visits = []
-
-    def before(call):
-        def wrapped(*arguments, **keywords):
-            visits.append(1)
-            if len(visits) >= 3:
-                effect()
-            return call(*arguments, **keywords)
-        return wrapped
-
-    if place == "target":
-        engine.sources[0].get = before(engine.sources[0].get)
-    elif place == "drafter":
-        engine.replicas[1].accumulate = before(engine.replicas[1].accumulate)
-    elif place == "copy":
-        engine.warmup_jobs(engine.planner.step(1))  # makes the queue
-        engine.hand_over._copy = before(engine.hand_over._copy)
-    else:
-        engine.target_ledgers[0].metrics = BrokenMetrics(effect)
-    return "drafter[1]" if place == "drafter" else "target[0]"
-
-
-PLACES = ["target", "copy", "drafter", "logging"]
-
-
-@pytest.mark.parametrize("place", PLACES)
-def test_a_worker_that_dies_anywhere_ends_the_run_at_once(place):
-    settings = options(steps=30)
-    engine, plans = engine_of(2, 1, settings)
-
-    def effect():
-        raise OSError(f"a made-up end in {place}")
-
-    worker, began = place_fault(engine, place, effect), time.monotonic()
-    with pytest.raises(OSError, match=f"a made-up end in {place}") as caught:
-        try:
-            engine.start(1)
-            for step in range(1, 31):
-                engine.step(plans.step(step), settings.lr)
-        finally:
-            engine.close()
-    assert worker_of(caught.value) == worker and time.monotonic() - began < 10
-    assert not [t for t in threading.enumerate() if t.name.startswith(("drafter[", "target["))]
-
-
-@pytest.mark.parametrize("place", PLACES[1:])  # the target's is in test_runner_threads
-def test_a_worker_that_hangs_anywhere_is_ended_by_the_watchdog(tmp_path, place):
-    settings, release = options(steps=30), threading.Event()
-    engine, plans = engine_of(2, 1, settings)
-    place_fault(engine, place, lambda: release.wait(20))
-    began = time.monotonic()
-    try:
-        with pytest.raises(HangError, match="no step was completed for 1 s"):
-            with protected(run_dir=tmp_path, step_timeout=1.0, on_hang=engine.on_hang) as protection:
-                try:
-                    engine.start(1)
-                    for step in range(1, 31):
-                        engine.step(plans.step(step), settings.lr)
-                        protection.beat()
-                finally:
-                    release.set()
-                    engine.close()
-    finally:
-        release.set()
-    assert time.monotonic() - began < 12
-    assert "no step was completed" in (tmp_path / "failure.json").read_text()
-    assert "in <lambda>" in (tmp_path / "stacks.txt").read_text(), "the stacks show where the worker hangs"
-
-
-def test_out_of_memory_in_one_drafter_names_device_table_and_knobs(material, tmp_path, monkeypatch):  # noqa: F811
-    config = write_config(material, tmp_path / "runs/oom", gpus="cpu:2", target_gpus="cpu:1")
-    accumulate, calls = Replica.accumulate, []
-
-    def exhausted(self, *arguments):
-        calls.append(threading.current_thread().name)
-        if calls[-1] == "drafter[1]" and calls.count("drafter[1]") == 2:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 276.36 GiB.\nmore lines")
-        return accumulate(self, *arguments)
-
-    monkeypatch.setattr(Replica, "accumulate", exhausted)
-    from dflash.train_run import train_run
-
-    run = Run.open(config.parent)
-    with pytest.raises(DeviceOutOfMemory) as caught:
-        train_run(run, RunConfig.load(config))
-    text = str(caught.value)
-    assert text.startswith("drafter[1] on cpu is out of memory: CUDA out of memory. Tried to allocate 276.36 GiB.\n")
-    for wanted in ("memory of cpu (GiB)", "estimated: optimizer", "estimated in all", "max_anchors (now 16)",
-                   "pack_length (now 192)", "queue_depth (now 2)", "draft_vocab"):
-        assert wanted in text, wanted
-    assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
-    fault = kinds(run.path)["fault"][0]
-    assert (fault["worker"], fault["type"]) == ("drafter[1]", "DeviceOutOfMemory") and fault["message"] == text
-    assert "in exhausted" in fault["traceback"]
-
-
-# -- processes ------------------------------------------------------------------------------------------------------------
-
-def test_ranks_of_a_killed_launcher_end_with_a_checkpoint(material, tmp_path):  # noqa: F811
-    """A kernel that is killed must not leave ranks that train on."""
-    config = write_config(material, tmp_path / "runs/orphans", gpus="cpu:2", target_gpus="cpu:1", launcher="torchrun",
-                          steps=100000)
-    run, child = config.parent, start(config, tmp_path / "runs")
-    wait_for_steps(run, 2, child)
-    assert len(processes_of(config)) >= 3
-    child.kill()
-    child.wait()
-    deadline = time.monotonic() + 40
-    while processes_of(config) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    assert not processes_of(config), "orphans"
-    end = kinds(run)["run_end"][-1]
-    assert end["status"] == "interrupted" and latest_checkpoint(run).name.endswith(f"{end['step']:08d}")
-
-
-def processes_of(config: Path) -> list[int]:
-    """Processes that train this config."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            if str(config).encode() in (entry / "cmdline").read_bytes():
-                found.append(int(entry.name))
-        except OSError:
-            continue
-    return found
-
-
-LISTENERS = """
-import os
-held = [os.readlink(f"/proc/{os.getppid()}/fd/{n}") for n in os.listdir(f"/proc/{os.getppid()}/fd")]
-for kind in ("tcp", "tcp6"):
-    for line in open(f"/proc/net/{kind}").read().splitlines()[1:]:
-        place, state, inode = (line.split()[i] for i in (1, 3, 9))
-        if state == "0A" and f"socket:[{inode}]" in held:
-            print("listens on", kind, place.partition(":")[0])
-print("master", os.environ["MASTER_ADDR"], os.environ.get("GLOO_SOCKET_IFNAME"))
-"""
-
-
-@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="needs Linux's list of sockets")
-def test_the_rendezvous_is_on_the_loopback_interface(tmp_path):
-    """A rank looks at what the process that started it listens on."""
-    (tmp_path / "look.py").write_text(LISTENERS)
-    done = subprocess.run(torchrun_command(1, [str(tmp_path / "look.py")]), env=child_environment(), text=True, timeout=120,
-                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    assert done.returncode == 0, done.stdout
-    found = [line for line in done.stdout.splitlines() if line.startswith("listens on")]
-    assert found and set(found) == {"listens on tcp 0100007F"}, done.stdout
-    assert "master 127.0.0.1" in done.stdout

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 from notebook_factory import write_notebook
-from test_survival import processes_of
+from survival_lab import processes_of
 from test_train_command import kinds, losses, material, write_config  # noqa: F401
 
 from dflash.checkpoint import latest_checkpoint

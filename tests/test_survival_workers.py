@@ -1,0 +1,185 @@
+"""Workers and ranks that die, hang or run out of memory, in every place."""
+
+from __future__ import annotations
+
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from runner_jobs import options
+from survival_lab import processes_of
+from test_runner_threads import engine_of
+from test_train_command import kinds, material, start, wait_for_steps, write_config  # noqa: F401
+
+from dflash.checkpoint import latest_checkpoint
+from dflash.compile_safety import HangError, protected
+from dflash.memory_help import DeviceOutOfMemory
+from dflash.run_config import RunConfig
+from dflash.runner.launcher import child_environment, torchrun_command
+from dflash.runner.monitor import worker_of
+from dflash.telemetry import Run
+from dflash.training import Replica
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    torch.set_num_threads(1)
+
+
+# -- workers that die, hang or run out of memory ---------------------------------------------------------------------
+
+class BrokenMetrics:
+    """A record that fails when a worker writes to it."""
+
+    def __init__(self, effect):
+        self.effect = effect
+
+    def write(self, kind, **fields):
+        if threading.current_thread().name.startswith("target["):
+            self.effect()
+
+
+def place_fault(engine, place: str, effect) -> str:
+    """Let `effect()` happen in one place of a running engine, from the third visit on; returns the worker's name."""
+    visits = []
+
+    def before(call):
+        def wrapped(*arguments, **keywords):
+            visits.append(1)
+            if len(visits) >= 3:
+                effect()
+            return call(*arguments, **keywords)
+        return wrapped
+
+    if place == "target":
+        engine.sources[0].get = before(engine.sources[0].get)
+    elif place == "drafter":
+        engine.replicas[1].accumulate = before(engine.replicas[1].accumulate)
+    elif place == "copy":
+        engine.warmup_jobs(engine.planner.step(1))  # makes the queue
+        engine.hand_over._copy = before(engine.hand_over._copy)
+    else:
+        engine.target_ledgers[0].metrics = BrokenMetrics(effect)
+    return "drafter[1]" if place == "drafter" else "target[0]"
+
+
+PLACES = ["target", "copy", "drafter", "logging"]
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_worker_that_dies_anywhere_ends_the_run_at_once(place):
+    settings = options(steps=30)
+    engine, plans = engine_of(2, 1, settings)
+
+    def effect():
+        raise OSError(f"a made-up end in {place}")
+
+    worker, began = place_fault(engine, place, effect), time.monotonic()
+    with pytest.raises(OSError, match=f"a made-up end in {place}") as caught:
+        try:
+            engine.start(1)
+            for step in range(1, 31):
+                engine.step(plans.step(step), settings.lr)
+        finally:
+            engine.close()
+    assert worker_of(caught.value) == worker and time.monotonic() - began < 10
+    assert not [t for t in threading.enumerate() if t.name.startswith(("drafter[", "target["))]
+
+
+@pytest.mark.parametrize("place", PLACES[1:])  # the target's is in test_runner_threads
+def test_a_worker_that_hangs_anywhere_is_ended_by_the_watchdog(tmp_path, place):
+    settings, release = options(steps=30), threading.Event()
+    engine, plans = engine_of(2, 1, settings)
+    place_fault(engine, place, lambda: release.wait(20))
+    began = time.monotonic()
+    try:
+        with pytest.raises(HangError, match="no step was completed for 1 s"):
+            with protected(run_dir=tmp_path, step_timeout=1.0, on_hang=engine.on_hang) as protection:
+                try:
+                    engine.start(1)
+                    for step in range(1, 31):
+                        engine.step(plans.step(step), settings.lr)
+                        protection.beat()
+                finally:
+                    release.set()
+                    engine.close()
+    finally:
+        release.set()
+    assert time.monotonic() - began < 12
+    assert "no step was completed" in (tmp_path / "failure.json").read_text()
+    assert "in <lambda>" in (tmp_path / "stacks.txt").read_text(), "the stacks show where the worker hangs"
+
+
+def test_out_of_memory_in_one_drafter_names_device_table_and_knobs(material, tmp_path, monkeypatch):  # noqa: F811
+    config = write_config(material, tmp_path / "runs/oom", gpus="cpu:2", target_gpus="cpu:1")
+    accumulate, calls = Replica.accumulate, []
+
+    def exhausted(self, *arguments):
+        calls.append(threading.current_thread().name)
+        if calls[-1] == "drafter[1]" and calls.count("drafter[1]") == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 276.36 GiB.\nmore lines")
+        return accumulate(self, *arguments)
+
+    monkeypatch.setattr(Replica, "accumulate", exhausted)
+    from dflash.train_run import train_run
+
+    run = Run.open(config.parent)
+    with pytest.raises(DeviceOutOfMemory) as caught:
+        train_run(run, RunConfig.load(config))
+    text = str(caught.value)
+    assert text.startswith("drafter[1] on cpu is out of memory: CUDA out of memory. Tried to allocate 276.36 GiB.\n")
+    for wanted in ("memory of cpu (GiB)", "estimated: optimizer", "estimated in all", "max_anchors (now 16)",
+                   "pack_length (now 192)", "queue_depth (now 2)", "draft_vocab"):
+        assert wanted in text, wanted
+    assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
+    fault = kinds(run.path)["fault"][0]
+    assert (fault["worker"], fault["type"]) == ("drafter[1]", "DeviceOutOfMemory") and fault["message"] == text
+    assert "in exhausted" in fault["traceback"]
+
+
+# -- processes ------------------------------------------------------------------------------------------------------------
+
+def test_ranks_of_a_killed_launcher_end_with_a_checkpoint(material, tmp_path):  # noqa: F811
+    """A kernel that is killed must not leave ranks that train on."""
+    config = write_config(material, tmp_path / "runs/orphans", gpus="cpu:2", target_gpus="cpu:1", launcher="torchrun",
+                          steps=100000)
+    run, child = config.parent, start(config, tmp_path / "runs")
+    wait_for_steps(run, 2, child)
+    assert len(processes_of(config)) >= 3
+    child.kill()
+    child.wait()
+    deadline = time.monotonic() + 40
+    while processes_of(config) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert not processes_of(config), "orphans"
+    end = kinds(run)["run_end"][-1]
+    assert end["status"] == "interrupted" and latest_checkpoint(run).name.endswith(f"{end['step']:08d}")
+
+
+LISTENERS = """
+import os
+held = [os.readlink(f"/proc/{os.getppid()}/fd/{n}") for n in os.listdir(f"/proc/{os.getppid()}/fd")]
+for kind in ("tcp", "tcp6"):
+    for line in open(f"/proc/net/{kind}").read().splitlines()[1:]:
+        place, state, inode = (line.split()[i] for i in (1, 3, 9))
+        if state == "0A" and f"socket:[{inode}]" in held:
+            print("listens on", kind, place.partition(":")[0])
+print("master", os.environ["MASTER_ADDR"], os.environ.get("GLOO_SOCKET_IFNAME"))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="needs Linux's list of sockets")
+def test_the_rendezvous_is_on_the_loopback_interface(tmp_path):
+    """A rank looks at what the process that started it listens on."""
+    (tmp_path / "look.py").write_text(LISTENERS)
+    done = subprocess.run(torchrun_command(1, [str(tmp_path / "look.py")]), env=child_environment(), text=True, timeout=120,
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    assert done.returncode == 0, done.stdout
+    found = [line for line in done.stdout.splitlines() if line.startswith("listens on")]
+    assert found and set(found) == {"listens on tcp 0100007F"}, done.stdout
+    assert "master 127.0.0.1" in done.stdout
