@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from dflash.checkpoint import checkpoints, load_trainer_state
+from dflash.engine import Replica, SerialEngine
 from dflash.errors import RunError
 from dflash.features import FeatureSource
 from dflash.optim import learning_rate
 from dflash.plan import Planner, WorkItem
 from dflash.run_config import RunConfig
 from dflash.telemetry import plain, read_metrics
-from dflash.training import Replica, SerialEngine
 
 if TYPE_CHECKING:
     from dflash.target import Features

@@ -24,10 +24,11 @@ from dflash.telemetry import METRICS_NAME, SUPERSEDED_NAME, Run
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from dflash.engine import Engine
     from dflash.model import DFlashDrafter
     from dflash.plan import Planner
     from dflash.run_config import RunConfig
-    from dflash.training import Engine, Trainer
+    from dflash.training import Trainer
 
 SUPERSEDED = SUPERSEDED_NAME
 _DECISIVE = ("step", "eval", "fault", "run_end")  # the record is cut only where one of these is past the checkpoint

@@ -15,6 +15,7 @@ from pathlib import Path
 from dflash.acceptance import evaluate_acceptance
 from dflash.compile_safety import protected
 from dflash.control import RunControl
+from dflash.engine import Engine, Replica, SerialEngine
 from dflash.errors import RunError
 from dflash.fp8_head import refuse_run
 from dflash.job import Data, Job, capture_features, prepare, prepare_data
@@ -28,7 +29,7 @@ from dflash.runner.sources import fit_to, on
 from dflash.target_map import shard_target
 from dflash.telemetry import DeviceSampler, Run
 from dflash.topology import Topology, decide
-from dflash.training import Engine, Outcome, Replica, SerialEngine, Trainer
+from dflash.training import Outcome, Trainer
 
 
 def start_run(config: RunConfig, root: str | Path = "runs", run_id: str | None = None, sinks=(),

@@ -6,10 +6,10 @@ import torch
 from tiny_models import random_drafter, tiny_target
 
 from dflash.data import Conversation, make_packs
+from dflash.engine import Replica, SerialEngine
 from dflash.features import OnlineFeatures
 from dflash.plan import Planner
 from dflash.run_config import TrainOptions
-from dflash.training import Replica, SerialEngine
 
 LENGTH = 64
 

@@ -17,11 +17,12 @@ from tiny_models import random_drafter, tiny_target
 
 from dflash.checkpoint import checkpoints, save_checkpoint
 from dflash.control import RunControl
+from dflash.engine import SerialEngine
 from dflash.features import OnlineFeatures
 from dflash.resume import load_training, save_training
 from dflash.run_config import RunConfig
 from dflash.telemetry import Run, read_metrics
-from dflash.training import SerialEngine, Trainer
+from dflash.training import Trainer
 
 STEPS = 60
 

@@ -13,6 +13,7 @@ from tiny_models import tiny_target
 from dflash import fast_target
 from dflash.config import create_drafter_config
 from dflash.data import make_packs, random_conversations, random_packs
+from dflash.engine import Replica, SerialEngine
 from dflash.errors import ConfigError, DataError, TargetError
 from dflash.evaluate import EvaluateOptions, evaluate
 from dflash.features import OnlineFeatures, make_source
@@ -23,7 +24,6 @@ from dflash.run_config import RunConfig
 from dflash.target import load_target
 from dflash.telemetry import read_metrics
 from dflash.train_run import start_run, train_run
-from dflash.training import Replica, SerialEngine
 
 CPU = torch.device("cpu")
 SMALL = dict(target="random:tiny-hybrid@6", data="random:4", pack_length=96, num_captured=3, drafter_layers=1, block_size=4,

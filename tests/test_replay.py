@@ -12,11 +12,11 @@ from test_train_command import kinds, material, write_config  # noqa: F401
 from test_training import Poisoned, make_trainer, steps_of
 
 from dflash.__main__ import main
+from dflash.engine import SerialEngine
 from dflash.errors import RunError
 from dflash.features import OnlineFeatures
 from dflash.replay import replay, replay_step
 from dflash.telemetry import read_metrics
-from dflash.training import SerialEngine
 
 
 @pytest.fixture(autouse=True)
@@ -111,8 +111,8 @@ def test_the_walk_is_the_runs_own_and_the_step_is_float32():
     """A bfloat16 run: the steps before are taken in bfloat16, the replayed one from the masters in float32."""
     settings = options(steps=6, packs_per_step=1)
     target, replica = first_replica(settings)
+    from dflash.engine import Replica
     from dflash.optim import learning_rate
-    from dflash.training import Replica
 
     half = Replica(replica.drafter.to(torch.bfloat16), settings)
     plans, engine = planner(settings, half.drafter), None

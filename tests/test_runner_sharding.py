@@ -16,9 +16,9 @@ from tiny_models import random_drafter, tiny_target
 from dflash import shards
 from dflash.__main__ import main
 from dflash.checkpoint import checkpoints, is_complete, latest_checkpoint, load_trainer_state
+from dflash.engine import Replica
 from dflash.errors import ConfigError, RunError
 from dflash.run_config import RunConfig, RuntimeOptions, TrainOptions
-from dflash.training import Replica
 
 
 @pytest.fixture(scope="module")

@@ -27,13 +27,13 @@ from dflash.checkpoint import (
     load_trainer_state,
     save_checkpoint,
 )
+from dflash.engine import Replica
 from dflash.job import prepare_data
 from dflash.optim import MasterAdamW
 from dflash.plan import Planner
 from dflash.resume import SUPERSEDED, plan_fingerprint, rewind_record, same_plan
 from dflash.run_config import RunConfig
 from dflash.telemetry import MetricsWriter, Run, read_metrics
-from dflash.training import Replica
 
 HERE = Path(__file__).parent
 

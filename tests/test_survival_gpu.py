@@ -14,11 +14,11 @@ from test_train_command import kinds, losses, write_config
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from dflash.__main__ import main
+from dflash.engine import Replica
 from dflash.memory_help import DeviceOutOfMemory
 from dflash.run_config import RunConfig
 from dflash.telemetry import Run
 from dflash.topology import available_gpus
-from dflash.training import Replica
 
 GPUS = available_gpus()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 1, reason="needs a CUDA device")]

@@ -16,12 +16,12 @@ from test_train_command import kinds, material, start, wait_for_steps, write_con
 
 from dflash.checkpoint import latest_checkpoint
 from dflash.compile_safety import HangError, protected
+from dflash.engine import Replica
 from dflash.memory_help import DeviceOutOfMemory
 from dflash.run_config import RunConfig
 from dflash.runner.launcher import child_environment, torchrun_command
 from dflash.runner.monitor import worker_of
 from dflash.telemetry import Run
-from dflash.training import Replica
 
 HERE = Path(__file__).parent
 

@@ -31,6 +31,7 @@ from safetensors.torch import load_file  # noqa: E402
 
 from dflash.checkpoint import best_checkpoint, checkpoint_facts, checkpoints, latest_checkpoint  # noqa: E402
 from dflash.control import RunControl  # noqa: E402
+from dflash.engine import Replica  # noqa: E402
 from dflash.features import OnlineFeatures  # noqa: E402
 from dflash.job import prepare_data  # noqa: E402
 from dflash.resume import SUPERSEDED  # noqa: E402
@@ -40,7 +41,6 @@ from dflash.runner.signals import graceful  # noqa: E402
 from dflash.runner.threads import PipelineEngine  # noqa: E402
 from dflash.telemetry import MetricsWriter, Run, read_metrics  # noqa: E402
 from dflash.train_run import start_run, train_run  # noqa: E402
-from dflash.training import Replica  # noqa: E402
 
 KILLS = ("kill in a save", "kill between steps", "kill in a save", "kill in a save")
 OTHERS = ("target dies", "drafter dies", "copy dies", "drafter out of memory", "target hangs", "drafter hangs",

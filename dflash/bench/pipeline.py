@@ -24,13 +24,13 @@ from dflash.bench.pipeline_case import (
 from dflash.bench.timing import environment, free_memory, matmul_ceiling, measure, write_json
 from dflash.bench.workload import matmul_flops
 from dflash.compile_safety import protected
+from dflash.engine import Replica
 from dflash.features import OnlineFeatures
 from dflash.run_config import RuntimeOptions
 from dflash.runner.accounting import Rates, advice
 from dflash.runner.threads import PipelineEngine
 from dflash.sampler import resident_bytes
 from dflash.topology import Topology, decide
-from dflash.training import Replica
 
 SHAPES = {"tiny": TINY, "small": SMALL, "medium": MEDIUM, "full": FULL}
 

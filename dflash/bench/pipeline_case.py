@@ -12,6 +12,7 @@ from dflash.bench.target import TargetShape
 from dflash.bench.target import make_target as make_hybrid
 from dflash.bench.workload import StepShape, document_lengths, make_drafter
 from dflash.data import Pack
+from dflash.engine import Replica
 from dflash.features import OnlineFeatures
 from dflash.masks import document_ids
 from dflash.plan import Planner
@@ -21,7 +22,6 @@ from dflash.runner.threads import PipelineEngine, SharedPlanner
 from dflash.target import Target
 from dflash.telemetry import Run
 from dflash.topology import Topology
-from dflash.training import Replica
 
 
 @dataclass(frozen=True)

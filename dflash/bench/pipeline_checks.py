@@ -27,6 +27,7 @@ from dflash.bench.pipeline_case import (
     weights_of,
 )
 from dflash.compile_safety import protected
+from dflash.engine import SerialEngine
 from dflash.features import OnlineFeatures
 from dflash.plan import StepPlan, WorkItem
 from dflash.runner.cluster import workers
@@ -35,7 +36,6 @@ from dflash.runner.threads import PipelineEngine
 from dflash.target import Features
 from dflash.target_map import shard_target
 from dflash.topology import Topology
-from dflash.training import SerialEngine
 
 _STALL = 400_000  # device cycles, about 0.2 ms: long enough for an unordered copy to show
 

@@ -18,13 +18,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dflash.compile_safety import WarmupJob
+from dflash.engine import FeatureSource, Replica, warmup_jobs
 from dflash.plan import Planner, StepPlan, WorkItem
 from dflash.runner.accounting import Ledger
 from dflash.runner.cluster import Cluster
 from dflash.runner.replicas import flatten_gradients, refuse_unequal
 from dflash.runner.threads import zero_sums
 from dflash.target import Features
-from dflash.training import FeatureSource, Replica, warmup_jobs
 
 _POLL = 0.01  # seconds between two looks for opened steps
 STEP, END = 1.0, 0.0
@@ -214,7 +214,7 @@ class LocalInbox:
 
 
 class ProcessEngine:
-    """`training.Engine` of one drafter rank. Rank 0 is driven by the trainer and leads; the others `follow`."""
+    """`engine.Engine` of one drafter rank. Rank 0 is driven by the trainer and leads; the others `follow`."""
 
     def __init__(self, cluster: Cluster, replica: Replica, planner: Planner, inbox: Inbox | LocalInbox, ahead: int,
                  last_step: int, ledger: Ledger | None = None):

@@ -18,6 +18,7 @@ from dflash.compile_safety import protected
 from dflash.control import RunControl
 from dflash.data import Pack
 from dflash.devices import dtype_named
+from dflash.engine import FeatureSource, Replica
 from dflash.features import make_source
 from dflash.fp8_head import refuse_run
 from dflash.job import Data, make_drafter, make_planner, prepare_data, say_random
@@ -36,7 +37,7 @@ from dflash.target import Target, load_target
 from dflash.target_map import shard_target
 from dflash.telemetry import DeviceSampler, MetricsWriter, Run
 from dflash.topology import Topology, decide
-from dflash.training import FeatureSource, Replica, Trainer
+from dflash.training import Trainer
 
 
 def train_rank(folder: str | Path, config: RunConfig, resume: bool = False) -> int:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from dflash.engine import FeatureSource, Replica
 from dflash.plan import Planner
 from dflash.runner.accounting import Ledger
 from dflash.runner.cluster import Cluster, LifeLine
@@ -21,7 +22,6 @@ from dflash.runner.threads import SharedPlanner
 from dflash.target import Features
 from dflash.telemetry import MetricsWriter
 from dflash.topology import Topology
-from dflash.training import FeatureSource, Replica
 
 if TYPE_CHECKING:
     from dflash.data import Pack

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from dflash.engine import Replica
 from dflash.errors import DFlashError
 from dflash.target import Target
-from dflash.training import Replica
 
 _ALIGN = 64  # elements; every gradient starts on a 256-byte boundary, as an allocation of its own would
 _NCCL_PIECE = 1 << 30  # elements of one all-reduce: torch counts them in 32 bits

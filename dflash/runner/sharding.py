@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from dflash import shards
 from dflash.compile_safety import WarmupJob
+from dflash.engine import Replica
 from dflash.errors import RunError
 from dflash.masks import AnchorSet
 from dflash.model import DFlashDrafter
@@ -35,7 +36,6 @@ from dflash.runner.cluster import Cluster
 from dflash.runner.processes import ProcessEngine
 from dflash.runner.replicas import refuse_unequal
 from dflash.target import Features
-from dflash.training import Replica
 
 GATHER, SAVE = 2.0, 3.0  # orders beside those of `processes`
 _SHARDS_AT = "shards"  # key of the store: where they are to be written

@@ -10,6 +10,7 @@ from dataclasses import replace
 import torch
 
 from dflash.devices import compute_dtype
+from dflash.engine import FeatureSource
 from dflash.features import CachedFeatures, OnlineFeatures
 from dflash.job import Job
 from dflash.run_config import RunConfig
@@ -17,7 +18,6 @@ from dflash.runner.replicas import copy_target
 from dflash.target import Features, Target, load_target
 from dflash.target_map import shard_target
 from dflash.topology import Topology
-from dflash.training import FeatureSource
 
 
 def on(device: torch.device):
