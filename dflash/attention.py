@@ -174,14 +174,21 @@ def attention(
 def _block_attention(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
     """The `triton` backend, or a ConfigError that says why it does not run."""
     heads, kv_heads, d = q.shape[1], k.shape[1], q.shape[3]
-    if not kernels.usable(q.device):
-        raise ConfigError(f"attention 'triton' needs CUDA and Triton, got {q.device}; use 'sdpa_chunked' on a CPU")
-    from dflash.kernels.attention import BlockAttention, supported
+    refuse_backend("triton", q.device, heads, kv_heads, d, mask.block_size)
+    from dflash.kernels.attention import BlockAttention
 
-    if not supported(heads, kv_heads, d, mask.block_size):
-        raise ConfigError(
-            "attention 'triton' takes head counts, block sizes and a head_dim (16 to 128) that are powers of two, and "
-            f"at most 128 rows of a block per key head; got {heads} / {kv_heads} heads, blocks of {mask.block_size}, "
-            f"head_dim {d}; use attention='flex'"
-        )
     return BlockAttention.apply(q, k, v, mask.ranges(heads // kv_heads), d**-0.5)
+
+
+def refuse_backend(backend: str, device: torch.device, heads: int, kv_heads: int, head_dim: int, block_size: int) -> None:
+    """Raises ConfigError where a backend cannot run on `device` or with these sizes. Only `triton` is choosy."""
+    if backend != "triton":
+        return
+    if not kernels.usable(device):
+        raise ConfigError(f"attention 'triton' needs CUDA and Triton, got {device}; use attention='sdpa_chunked' on a CPU")
+    if not kernels.supported(heads, kv_heads, head_dim, block_size):
+        raise ConfigError(
+            "attention 'triton' takes query heads per key head, block sizes and a head_dim (16 to 128) that are powers of "
+            f"two, and at most {kernels.ROWS} rows (query heads per key head times slots of a block); got {heads} / "
+            f"{kv_heads} heads, blocks of {block_size}, head_dim {head_dim}; use attention='flex'"
+        )

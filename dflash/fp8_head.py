@@ -19,16 +19,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from dflash.errors import ConfigError
-
-if TYPE_CHECKING:
-    from dflash.run_config import RunConfig
-    from dflash.topology import Topology
 
 PRECISIONS = ("same", "fp8")
 E4M3 = torch.float8_e4m3fn
@@ -175,16 +170,3 @@ def refuse(device: torch.device, dtype: torch.dtype, hidden: int) -> None:
     if reason is not None:
         cure = "dtype=bfloat16 or " if "bfloat16 logits" in reason else ""
         raise ConfigError(f"head_precision=fp8 {reason}; set {cure}head_precision=same")
-
-
-def refuse_run(config: RunConfig, topology: Topology) -> None:
-    """`refuse` for every drafter device of a run, by the target's config alone: before anything is loaded."""
-    if config.drafter.head_precision != "fp8":
-        return
-    from dflash.config import create_drafter_config
-    from dflash.devices import compute_dtype
-    from dflash.target_loading import load_config, resolve_source
-
-    hidden = create_drafter_config(load_config(resolve_source(config.target.target))).hidden_size
-    for device in topology.drafters:
-        refuse(device, compute_dtype(config.train.dtype, device), hidden)

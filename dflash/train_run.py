@@ -17,10 +17,10 @@ from dflash.compile_safety import protected
 from dflash.control import RunControl
 from dflash.engine import Engine, Replica, SerialEngine
 from dflash.errors import RunError
-from dflash.fp8_head import refuse_run
 from dflash.job import Data, Job, capture_features, prepare, prepare_data
 from dflash.memory_estimate import estimate_run, refuse_what_does_not_fit
 from dflash.memory_help import explained
+from dflash.refusals import refuse_run
 from dflash.resume import load_training, same_plan, save_training
 from dflash.run_config import RunConfig
 from dflash.runner.launcher import train_with_torchrun

@@ -20,6 +20,7 @@ from dflash.job import make_drafter as drafter_of_a_run
 from dflash.losses import chunked_head_loss
 from dflash.memory_estimate import estimate
 from dflash.model import DFlashDrafter
+from dflash.refusals import refuse_run
 from dflash.run_config import RunConfig
 from dflash.runner.replicas import copy_module
 from dflash.topology import Topology, decide
@@ -365,8 +366,8 @@ def test_a_run_is_refused_before_its_data_is_read(tmp_path):
     single = Topology((CUDA,), ((CUDA,),), True, "by hand")
     config = RunConfig.from_parameters(**settings, head_precision="fp8", dtype="float32")
     with pytest.raises(ConfigError, match="the target's is 40"):
-        fp8_head.refuse_run(config, single)
-    fp8_head.refuse_run(RunConfig.from_parameters(**settings), single)  # nothing asked for, nothing looked at
+        refuse_run(config, single)
+    refuse_run(RunConfig.from_parameters(**settings), single)  # nothing asked for, nothing looked at
 
 
 def test_unknown_precisions_and_heads_are_refused_by_the_drafter():

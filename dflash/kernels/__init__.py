@@ -15,6 +15,8 @@ from functools import cache
 
 import torch
 
+ROWS = 128  # of an attention tile: query heads of a key head times slots of neighbouring blocks
+
 
 @cache
 def triton_installed() -> bool:
@@ -26,3 +28,13 @@ def usable(device: torch.device | str) -> bool:
     """True when the kernels run on `device`: Triton is there and the device is CUDA (or Triton's interpreter is on)."""
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     return triton_installed() and (torch.device(device).type == "cuda" or interpreted)
+
+
+def supported(heads: int, kv_heads: int, head_dim: int, block_size: int) -> bool:
+    """True where the attention kernels' tiling works out (`kernels.attention`); needs no Triton to be asked."""
+    group = heads // kv_heads
+    rows = group * block_size
+    own = block_size * max(1, ROWS // max(rows, 1))
+    return all(x & (x - 1) == 0 for x in (group, block_size, head_dim)) and rows <= ROWS and own >= 16 and (
+        16 <= head_dim <= 128
+    )

@@ -20,9 +20,9 @@ from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
 from dflash.compile_safety.errors import UnsupportedHeadDimError
+from dflash.kernels import ROWS
 from dflash.kernels.attention_tiles import backward_kv_kernel, backward_q_kernel, delta_kernel, forward_kernel
 
-ROWS = 128
 LOG2E = 1.4426950408889634
 # keys per tile, warps, pipeline stages; for dkv also the rows at once
 CONFIG = {"forward": (64, 8, 3), "dq": (64, 8, 3), "dkv": (64, 4, 2, 64)}  # the fastest of a sweep on an H200
@@ -50,16 +50,6 @@ class Ranges:
     block_size: int
     context: int
     blocks_per_tile: int
-
-
-def supported(heads: int, kv_heads: int, head_dim: int, block_size: int) -> bool:
-    """True where the tiling above works out."""
-    group = heads // kv_heads
-    rows = group * block_size
-    own = block_size * max(1, ROWS // max(rows, 1))
-    return all(x & (x - 1) == 0 for x in (group, block_size, head_dim)) and rows <= ROWS and own >= 16 and (
-        16 <= head_dim <= 128
-    )
 
 
 def make_ranges(

@@ -20,11 +20,11 @@ from dflash.data import Pack
 from dflash.devices import dtype_named
 from dflash.engine import FeatureSource, Replica
 from dflash.features import make_source
-from dflash.fp8_head import refuse_run
 from dflash.job import Data, make_drafter, make_planner, prepare_data, say_random
 from dflash.memory_help import explained
 from dflash.plan import Planner
 from dflash.random_target import RandomHead, is_random, random_head
+from dflash.refusals import refuse_run
 from dflash.resume import load_training, same_plan, save_training, whole_drafter
 from dflash.run_config import RunConfig
 from dflash.runner.cluster import Cluster, LifeLine
