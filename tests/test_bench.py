@@ -47,6 +47,28 @@ def test_step(capsys, tmp_path, labels):
     assert "tokens/s" in text and "plain" in text
 
 
+@pytest.mark.parametrize(("words", "message"), [
+    (["step", "--repeats", "0"], "--repeats: wanted a whole number of at least 1, got '0'"),
+    (["step", "--supervised", "0"], "--supervised: wanted a number above 0 and at most 1, got '0'"),
+    (["step", "--chunk-rows", "0"], "--chunk-rows: wanted a whole number of at least 1"),
+    (["target", "--tokens", "0"], "--tokens: wanted a whole number of at least 1"),
+    (["target", "--document", "many"], "--document: wanted a whole number of at least 1, got 'many'"),
+    (["attention", "--warmup", "-1"], "--warmup: wanted a whole number of at least 0"),
+    (["pipeline", "--queue-depth", "0"], "--queue-depth: wanted a whole number of at least 1"),
+    (["pipeline", "--steps", "1"], "--steps: wanted a whole number of at least 2"),
+    (["pipeline", "--check-steps", "2"], "--check-steps: wanted a whole number of at least 20"),
+])
+def test_numbers_that_measure_nothing_are_refused(capsys, words, message):
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", *words])
+    assert ended.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_head_counts_of_a_target_must_divide(capsys):
+    assert main(["bench", "target", "--heads", "4", "--kv-heads", "3", "--device", "cpu"]) == 2
+    assert "heads (4) must be a multiple of the key heads (3)" in capsys.readouterr().err
+
+
 def test_step_through_a_float8_head(capsys, tmp_path):
     losses = []
     for precision in ("same", "fp8"):

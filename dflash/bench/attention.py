@@ -8,6 +8,7 @@ from dataclasses import fields
 import torch
 
 from dflash.attention import BACKENDS, AttentionMask, attention
+from dflash.bench.arguments import add_timing_arguments
 from dflash.bench.step import add_shape_arguments
 from dflash.bench.timing import environment, free_memory, measure, synchronize, timing_fields, write_json
 from dflash.bench.workload import StepShape, document_lengths
@@ -95,7 +96,6 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument("--device", default="cuda" if on_gpu else "cpu")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--backends", default="flex" if on_gpu else "sdpa_chunked", help=f"of {', '.join(BACKENDS)}")
-    parser.add_argument("--warmup", type=int, default=3)
-    parser.add_argument("--repeats", type=int, default=10)
+    add_timing_arguments(parser, warmup=3, repeats=10)
     parser.add_argument("--json", help="write the results here")
     parser.set_defaults(run=run)

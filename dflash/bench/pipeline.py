@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import torch
 
+from dflash.bench.arguments import whole
 from dflash.bench.pipeline_case import (
     FULL,
     MEDIUM,
@@ -218,20 +219,20 @@ def run_checks(case: Case, topology: Topology, steps: int) -> dict[str, dict]:
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser = subparsers.add_parser("pipeline", help="targets and drafters alone and together; which split is best")
     parser.add_argument("--shape", choices=SHAPES, default="medium" if torch.cuda.is_available() else "tiny")
-    parser.add_argument("--tokens", type=int, help="context tokens of a pack; the shape's")
+    parser.add_argument("--tokens", type=whole(), help="context tokens of a pack; the shape's")
     parser.add_argument("--gpus", help="drafter devices, as in a run (cpu:2 for two CPU workers)")
     parser.add_argument("--target-gpus", help="target devices")
-    parser.add_argument("--target-layers", type=int, default=8)
+    parser.add_argument("--target-layers", type=whole(), default=8)
     parser.add_argument("--hybrid", action="store_true", help="a target with linear attention (Qwen3.6's kind)")
     parser.add_argument("--labels", default="soft", choices=["soft", "hard"])
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], help="the device's default")
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--packs-per-step", type=int, help="one for each drafter")
-    parser.add_argument("--queue-depth", type=int, default=2)
-    parser.add_argument("--advise", type=int, nargs="?", const=0, default=None, metavar="GPUS",
+    parser.add_argument("--steps", type=whole(2), default=20)
+    parser.add_argument("--packs-per-step", type=whole(), help="one for each drafter")
+    parser.add_argument("--queue-depth", type=whole(), default=2)
+    parser.add_argument("--advise", type=whole(), nargs="?", const=0, default=None, metavar="GPUS",
                         help="print every split of this many GPUs (default: of those in use)")
     parser.add_argument("--check", action="store_true",
                         help="also check the hand-over, the losses against the serial reference, memory, and failure")
-    parser.add_argument("--check-steps", type=int, default=200, help="steps of the memory check")
+    parser.add_argument("--check-steps", type=whole(20), default=200, help="steps of the memory check")
     parser.add_argument("--json", help="write the results here")
     parser.set_defaults(run=run)

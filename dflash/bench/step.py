@@ -9,6 +9,7 @@ from dataclasses import fields
 import torch
 
 from dflash import fast_path, kernels
+from dflash.bench.arguments import add_timing_arguments, share, whole
 from dflash.bench.timing import environment, free_memory, matmul_ceiling, measure, timing_fields, write_json
 from dflash.bench.workload import StepInputs, StepShape, make_drafter, make_head, make_inputs, matmul_flops
 from dflash.devices import device_named, dtype_named
@@ -126,7 +127,7 @@ def print_table(results: list[dict], ceiling: float) -> None:
 def add_shape_arguments(parser: argparse.ArgumentParser) -> None:
     """One option per field of `StepShape`."""
     for field in fields(StepShape):
-        kind = float if isinstance(field.default, float) else int
+        kind = share if isinstance(field.default, float) else whole()
         parser.add_argument(f"--{field.name.replace('_', '-')}", type=kind, default=field.default)
 
 
@@ -139,13 +140,12 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument("--path", default="auto", choices=["auto", "fast", "plain", "both"],
                         help="over the Triton kernels, over plain modules, or both in turn")
     parser.add_argument("--attention", default=None, help="attention backend; the device's default")
-    parser.add_argument("--chunk-rows", type=int, default=None, help="rows of logits alive at once")
+    parser.add_argument("--chunk-rows", type=whole(), default=None, help="rows of logits alive at once")
     parser.add_argument("--head-precision", default="same", choices=PRECISIONS,
                         help="logits in the drafter's dtype, or through a quantized copy of the frozen head")
     parser.add_argument("--optimizer", action="store_true", help="include AdamW over float32 masters")
     parser.add_argument("--peer", choices=["speculators"], help="time an installed peer on the same tensors")
-    parser.add_argument("--warmup", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=5)
+    add_timing_arguments(parser, warmup=2, repeats=5)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", help="write the results here")
     parser.set_defaults(run=run)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 
 from dflash import fast_target
+from dflash.bench.arguments import add_timing_arguments, whole
 from dflash.bench.timing import environment, free_memory, matmul_ceiling, measure, timing_fields, write_json
 from dflash.bench.workload import document_lengths
 from dflash.devices import device_named, dtype_named
@@ -166,6 +167,10 @@ def _measured(target: Target, shape: TargetShape, ceiling: float, args: argparse
 def run(args: argparse.Namespace) -> int:
     device, dtype = device_named(args.device), dtype_named(args.dtype)
     shape = TargetShape(**{f.name: getattr(args, f.name) for f in fields(TargetShape)})
+    for name, count, group in (("heads", shape.heads, shape.kv_heads),
+                               ("linear_value_heads", shape.linear_value_heads, shape.linear_key_heads)):
+        if count % group and not args.model:
+            raise ConfigError(f"{name} ({count}) must be a multiple of the key heads ({group})")
     if args.model:
         target = load_target(args.model, device, dtype, fast=False)
         shape = replace(shape, layers=target.num_layers, depth=target.num_layers)
@@ -192,10 +197,9 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser = subparsers.add_parser("target", help="a target's feature capture, plain and fast")
     parser.add_argument("--model", help="a target to load (smollm2, a folder, random:tiny) instead of the Qwen3.6 shape")
     for field in fields(TargetShape):
-        parser.add_argument(f"--{field.name.replace('_', '-')}", type=int, default=field.default)
+        parser.add_argument(f"--{field.name.replace('_', '-')}", type=whole(), default=field.default)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
-    parser.add_argument("--warmup", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=5)
+    add_timing_arguments(parser, warmup=2, repeats=5)
     parser.add_argument("--json", help="write the results here")
     parser.set_defaults(run=run)
