@@ -42,6 +42,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         eos_token_id=None),
 }
 _DENSE = ("tiny",)
+MOST_LAYERS = 1000  # counting the weights of more takes minutes
 _BACK = ("o_proj.weight", "out_proj.weight", "down_proj.weight")  # matrices that lead back to the residual stream
 _PIECE = 1 << 26  # elements filled at once: half a GiB of indices
 NOTHING_TO_DECODE = "a random target has nothing to decode"
@@ -56,9 +57,10 @@ def is_random(name: Any) -> bool:
 def random_config(name: str) -> Any:
     """The transformers config of `random:SHAPE[@LAYERS]`. Raises TargetError for a shape that is not known."""
     found = re.fullmatch(r"([^@]+)(?:@([0-9]+))?", name.lower().removeprefix(PREFIX))
-    if found is None or found[1] not in SHAPES or (found[2] is not None and int(found[2]) < 1):
+    if found is None or found[1] not in SHAPES or (found[2] is not None and not 1 <= int(found[2]) <= MOST_LAYERS):
         raise TargetError(f"target '{name}' is no random target; wanted {PREFIX}SHAPE with SHAPE one of "
-                          f"{', '.join(SHAPES)}, and if not all layers are wanted their number, as in {PREFIX}tiny@2")
+                          f"{', '.join(SHAPES)}, and if not all layers are wanted their number, 1 to {MOST_LAYERS}, as in "
+                          f"{PREFIX}tiny@2")
     sizes = dict(SHAPES[found[1]])
     if found[2] is not None:
         sizes["num_hidden_layers"] = int(found[2])

@@ -94,7 +94,7 @@ def test_the_27b_shape_is_that_of_the_model():
     assert create_drafter_config(config, 5) == create_drafter_config(None, 5), "the published drafter's shape"
 
 
-@pytest.mark.parametrize("name", ["random:huge", "random:tiny@0", "random:tiny@x", "random:"])
+@pytest.mark.parametrize("name", ["random:huge", "random:tiny@0", "random:tiny@1001", "random:tiny@x", "random:"])
 def test_unknown_shapes_are_refused_with_the_known_ones(name):
     with pytest.raises(TargetError, match="wanted random:SHAPE with SHAPE one of qwen3.6-27b, tiny-hybrid, tiny"):
         load_target(name)
@@ -127,6 +127,11 @@ def test_names_of_data():
     for bad in ("random:", "random:0", "random:-1", "random:many"):
         with pytest.raises(DataError, match="random:N"):
             random_packs(bad)
+
+
+def test_more_random_ids_than_memory_holds_are_refused():
+    with pytest.raises(DataError, match="random:999999' with pack_length 64, 63,999,936 tokens; .* here random:781250"):
+        random_conversations(999999, 64, 300)
 
 
 def test_data_for_a_random_target(tmp_path):

@@ -17,6 +17,7 @@ from dflash.errors import DataError
 
 PREFIX = "random:"
 DOCUMENT = 2000  # tokens, on average
+MOST_TOKENS = 50_000_000  # of all packs; they are kept in memory, at about 50 bytes each
 PROMPT = 16  # tokens at the start of a document that are not learnt
 
 
@@ -36,8 +37,14 @@ def random_conversations(packs: int, pack_length: int, vocab_size: int, avoid: I
 
     Args:
         avoid: ids that are never drawn: the mask token and those that end a text.
+
+    Raises: DataError for more than MOST_TOKENS.
     """
     generator = torch.Generator().manual_seed(seed)
+    if packs * pack_length > MOST_TOKENS:
+        raise DataError(f"data is '{PREFIX}{packs}' with pack_length {pack_length}, {packs * pack_length:,} tokens; wanted "
+                        f"at most {MOST_TOKENS:,}, here {PREFIX}{max(1, MOST_TOKENS // pack_length)}: a run takes the same "
+                        "packs again and again")
     report = DataReport(f"{PREFIX}{packs} (random ids, no text)")
     banned = sorted({token for token in avoid if 0 <= token < vocab_size})
     conversations = []
