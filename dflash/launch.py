@@ -28,7 +28,7 @@ import nbformat
 import yaml
 
 from .errors import ConfigError, DFlashError, RunError
-from .parameters import check_parameters, declared_parameters, help_text, read_notebook
+from .parameters import accepted_parameters, check_parameters, declared_parameters, help_text, read_notebook
 from .report import build_report
 from .report.notebook_part import Verdict, run_folder, verdict
 from .telemetry import MetricsWriter, holds_run, metrics_path, read_metrics
@@ -70,7 +70,7 @@ def run_notebook(
     notebook, out = Path(notebook), Path(out)
     source = read_notebook(notebook)
     declared = declared_parameters(source)
-    checked = check_parameters(declared, parameters or {})
+    checked = check_parameters(declared, parameters or {}, accepted_parameters(source))
     if "run_id" in declared and "run_id" not in checked and out.name == "report.ipynb":
         checked["run_id"] = out.resolve().parent.name  # runs/<id>/report.ipynb: the run belongs into that folder
         if ROOT_PARAMETER in declared and ROOT_PARAMETER not in checked:

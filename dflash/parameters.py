@@ -16,7 +16,7 @@ from typing import Any
 import nbformat
 
 from .errors import ConfigError, RunError
-from .run_config import coerce
+from .run_config import coerce, setting_names
 
 TYPES = {"int": int, "float": float, "str": str, "bool": bool, "list": list, "dict": dict, "tuple": tuple}
 TAG = "parameters"
@@ -91,12 +91,28 @@ def declared_parameters(notebook: nbformat.NotebookNode) -> dict[str, Parameter]
     return found
 
 
-def check_parameters(declared: Mapping[str, Parameter], given: Mapping[str, Any]) -> dict[str, Any]:
-    """`given` with the declared types. ConfigError for an unknown name (with the nearest one) or a wrong value."""
+def accepted_parameters(notebook: nbformat.NotebookNode) -> dict[str, Parameter]:
+    """The declared parameters, and in a notebook that makes its settings from its variables every setting of a run."""
+    declared = declared_parameters(notebook)
+    if not any(c.cell_type == "code" and "RunConfig.from_namespace(globals()" in c.source for c in notebook.cells):
+        return declared
+    return {name: Parameter(name, "", None, "") for name in setting_names()} | declared
+
+
+def check_parameters(declared: Mapping[str, Parameter], given: Mapping[str, Any],
+                     also: Mapping[str, Parameter] | None = None) -> dict[str, Any]:
+    """`given` with the declared types. ConfigError for an unknown name (with the nearest one) or a wrong value.
+
+    Args:
+        also: further names that are taken as they come (`accepted_parameters`); a message does not list them.
+    """
     checked = {}
     for name, value in given.items():
+        if name not in declared and name in (also or {}):
+            checked[name] = value
+            continue
         if name not in declared:
-            near = difflib.get_close_matches(name, declared, n=1, cutoff=0.5)
+            near = difflib.get_close_matches(name, [*declared, *(also or {})], n=1, cutoff=0.5)
             hint = f"did you mean {near[0]}? " if near else ""
             known = ", ".join(declared) or "none (it has no cell tagged 'parameters')"
             raise ConfigError(f"the notebook has no parameter {name!r}; {hint}Its parameters: {known}")

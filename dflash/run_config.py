@@ -202,7 +202,7 @@ class RunConfig:
         papermill injects a misspelt parameter with no more than a warning; so a variable that is nearly a parameter's
         name (or one of `also`, the notebook's own parameters) is refused.
         """
-        known = [f.name for section in _SECTIONS.values() for f in dataclasses.fields(section)]
+        known = setting_names()
         plain = (str, int, float, bool, list, tuple, type(None))
         for name, value in namespace.items():
             if name.startswith("_") or name in known or name in also or not isinstance(value, plain):
@@ -250,6 +250,11 @@ _SECTIONS: dict[str, type] = {
     "train": TrainOptions,
     "runtime": RuntimeOptions,
 }
+
+
+def setting_names() -> list[str]:
+    """Every setting's name, in the order of the sections."""
+    return [f.name for section in _SECTIONS.values() for f in dataclasses.fields(section)]
 
 
 def coerce(name: str, value: Any, declared: Any) -> Any:

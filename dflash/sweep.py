@@ -18,7 +18,7 @@ import nbformat
 
 from .errors import ConfigError
 from .launch import INTERRUPTED, OK, parameters_from, run_notebook
-from .parameters import check_parameters, declared_parameters, read_notebook
+from .parameters import accepted_parameters, check_parameters, declared_parameters, read_notebook
 from .report.comparison import build_comparison
 from .report.notebook_part import verdict
 
@@ -45,10 +45,11 @@ def sweep(
     say: Any = print,
 ) -> dict[str, int]:
     """Run the grid; exit codes by point. All parameters of all points are checked before the first one runs."""
-    declared = declared_parameters(read_notebook(notebook))
+    source = read_notebook(notebook)
+    declared, accepted = declared_parameters(source), accepted_parameters(source)
     points = [{**(fixed or {}), **point} for point in grid(axes)]
     for point in points:
-        check_parameters(declared, point)
+        check_parameters(declared, point, accepted)
     folder, codes = Path(folder), {}
     folder.mkdir(parents=True, exist_ok=True)
     for number, point in enumerate(points, 1):

@@ -16,7 +16,7 @@ from synthetic_run import write_run
 from dflash.__main__ import main as command_line
 from dflash.errors import ConfigError, RunError
 from dflash.launch import CELL_FAILED, INTERRUPTED, KILLED, OK, parameters_from, run_notebook
-from dflash.parameters import check_parameters, declared_parameters, help_text
+from dflash.parameters import accepted_parameters, check_parameters, declared_parameters, help_text
 from dflash.telemetry import Run, read_metrics
 
 ROOT = str(Path(__file__).parent.parent)
@@ -63,6 +63,18 @@ def test_values_take_their_declared_type(declared, name, given, wanted):
 def test_wrong_names_and_types_are_refused(declared, given, message):
     with pytest.raises(ConfigError, match=message.replace("?", r"\?")):
         check_parameters(declared, given)
+
+
+def test_a_notebook_of_settings_takes_every_setting_of_a_run():
+    training = nbformat.read(Path(ROOT) / "notebooks" / "05_train.ipynb", as_version=4)
+    declared, accepted = declared_parameters(training), accepted_parameters(training)
+    given = {"drafter_parallel": "fsdp2", "queue_depth": "4", "steps": "7"}
+    assert "drafter_parallel" not in declared and accepted["steps"] == declared["steps"]
+    assert check_parameters(declared, given, accepted) == {**given, "steps": 7}
+    with pytest.raises(ConfigError, match="no parameter 'drafter_paralel'; did you mean drafter_parallel?"):
+        check_parameters(declared, {"drafter_paralel": "fsdp2"}, accepted)
+    other = nbformat.read(Path(ROOT) / "notebooks" / "01_standalone_kernel.ipynb", as_version=4)
+    assert accepted_parameters(other) == declared_parameters(other)
 
 
 def test_nothing_runs_and_nothing_is_written_on_a_wrong_parameter(notebook, tmp_path, capsys):
