@@ -26,8 +26,8 @@ def refuse_run(config: RunConfig, topology: Topology) -> None:
         try:
             Path(config.train.cache_dir).mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError(f"cache_dir {config.train.cache_dir} cannot be made ({error.strerror}); name a folder that can "
-                              "be written, or leave it empty to keep features in memory") from None
+            raise ConfigError(f"cache_dir {config.train.cache_dir} cannot be made ({error.strerror}); name a folder that "
+                              "can be written, or leave it empty to keep features in memory") from None
     options = config.drafter
     if options.head_precision == "fp8" or options.attention in ("triton", "flex"):
         shape = drafter_shape(config)
