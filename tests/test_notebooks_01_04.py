@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import nbformat
@@ -11,7 +12,9 @@ import torch
 from papermill.exceptions import PapermillExecutionError
 
 from dflash.compile_safety.coldrun import ColdReport
-from dflash.compile_safety.probes import ProbeResult
+from dflash.compile_safety.probes import PROBES, ProbeResult
+from dflash.errors import ConfigError
+from dflash.isolation.choices import choose_compiler, choose_device, choose_devices, choose_probes, refuse_below
 from dflash.isolation.kernel import KernelCase, case_rule, kernel_cases, reference_error
 from dflash.isolation.launch import launch_rows, probe_rows, timeline_bundle, timeline_text
 from dflash.isolation.tables import text_table
@@ -77,6 +80,44 @@ def test_the_sources_are_clean_and_their_parameters_are_helped(name):
 
 
 # -- what the notebooks show -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("call", "message"), [
+    (lambda: choose_device("cuda:99"), "device cuda:99 is not here, this machine has"),
+    (lambda: choose_device("gpu"), "there is no device 'gpu'; give cpu, cuda or cuda:0"),
+    (lambda: choose_devices("cpu,cuda:99"), "device cuda:99 is not here"),
+    (lambda: choose_compiler("eagr", "cpu"), "backend has 'eagr'; wanted auto, or of inductor, eager"),
+    (lambda: choose_probes("fx_flag_race,fx_flag"), "probes has 'fx_flag'; wanted all, or of fx_flag_race, "),
+    (lambda: choose_probes(""), "probes has ''; wanted all"),
+    (lambda: refuse_below(1, threads=3, processes=0), "processes must be at least 1, got 0"),
+    (lambda: refuse_below(1, limit=math.nan), "limit must be at least 1, got nan"),
+])
+def test_parameters_that_name_nothing_are_refused(call, message):
+    with pytest.raises(ConfigError, match=message):
+        call()
+
+
+def test_what_parameters_name():
+    assert choose_devices("cpu, cpu") == ["cpu", "cpu"]
+    assert choose_probes("all") == PROBES and choose_probes("fx_flag_race, lazy_backward_deadlock") == (
+        "fx_flag_race", "lazy_backward_deadlock")
+    assert [choose_compiler(name, "cpu") for name in ("auto", "inductor", "eager")] == ["eager", "inductor", "eager"]
+    assert choose_compiler("auto", "cuda:1") == "inductor"
+    refuse_below(0, jobs=0)
+
+
+@pytest.mark.parametrize(("name", "parameters", "message"), [
+    ("01_standalone_kernel", {"repeats": 0}, "repeats must be at least 1, got 0"),
+    ("02_drafter_forward", {"size": "smal"}, "size has 'smal'; wanted auto, or of full, small"),
+    ("03_warmup", {"cache_backend": "eagr"}, "cache_backend has 'eagr'"),
+    ("04_threaded_launch", {"probes": "fx_flag_rac"}, "probes has 'fx_flag_rac'"),
+])
+def test_notebooks_refuse_before_they_measure(tmp_path, name, parameters, message):
+    with pytest.raises(PapermillExecutionError, match=message):
+        execute(name, tmp_path / "out.ipynb", **parameters)
+    cells = nbformat.read(tmp_path / "out.ipynb", as_version=4).cells
+    ran = [c for c in cells if c.cell_type == "code" and c.get("execution_count")]
+    assert len(ran) == 5, "two of set-up, the parameters twice, and the cell that refuses"
 
 
 def test_tables():

@@ -36,8 +36,3 @@ def environment_line() -> str:
     devices = ", ".join(f"cuda:{i} {name}" for i, name in enumerate(names)) or "no GPU"
     return (f"{interpreter()}\n"
             f"torch {torch.__version__} · {devices} · {os.cpu_count()} cores")
-
-
-def choose_device(name: str) -> torch.device:
-    """`auto` is the first CUDA device where there is one, else the CPU."""
-    return torch.device(("cuda:0" if torch.cuda.is_available() else "cpu") if name == "auto" else name)

@@ -1,0 +1,49 @@
+"""A notebook's parameters as what they name: refused at once, with the values there are, where they name nothing."""
+
+from __future__ import annotations
+
+import torch
+
+from dflash.compile_safety.probes import PROBES
+from dflash.devices import device_named
+from dflash.errors import ConfigError
+
+COMPILERS = ("inductor", "eager")
+
+
+def choose_device(name: str) -> torch.device:
+    """`auto` is the first CUDA device where there is one, else the CPU. Raises ConfigError for one that is not here."""
+    return device_named(("cuda:0" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
+
+
+def choose_devices(names: str) -> list[str]:
+    """Devices in a comma-separated list; `auto` as in `choose_device`."""
+    return [str(choose_device(name.strip())) for name in names.split(",")]
+
+
+def choose_compiler(name: str, device: torch.device | str) -> str:
+    """`auto` generates kernels on a GPU alone; on a CPU that takes minutes and shows the same races."""
+    if name == "auto":
+        return "inductor" if torch.device(device).type == "cuda" else "eager"
+    return one_of("backend", name, COMPILERS, "auto")
+
+
+def choose_probes(names: str) -> tuple[str, ...]:
+    """Probes in a comma-separated list; `all` is every known fault."""
+    if names.strip() == "all":
+        return PROBES
+    return tuple(one_of("probes", name.strip(), PROBES, "all") for name in names.split(","))
+
+
+def one_of(what: str, name: str, known: tuple[str, ...], word: str) -> str:
+    """`name`, or ConfigError with the names there are; `word` is the parameter's value for no choice."""
+    if name not in known:
+        raise ConfigError(f"{what} has {name!r}; wanted {word}, or of {', '.join(known)}")
+    return name
+
+
+def refuse_below(least: float, **numbers: float) -> None:
+    """Raises ConfigError naming the first parameter that is less than `least`, or no number."""
+    for name, value in numbers.items():
+        if not value >= least:
+            raise ConfigError(f"{name} must be at least {least:g}, got {value:g}")
