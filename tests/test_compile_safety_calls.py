@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,10 +17,8 @@ from torch._dynamo.utils import counters
 from torch.nn.attention.flex_attention import flex_attention
 
 from dflash import compile_safety
-from dflash.compile_safety import (
-    CompiledFunction,
-    NestedTraceError,
-)
+from dflash.compile_safety import CompiledFunction, NestedTraceError, installed
+from dflash.compile_safety.protect import settle_device_guard
 
 GLOBAL_FLAG = compile_safety.observe_foreign_trace().flag
 
@@ -73,6 +74,33 @@ def test_uninstall_restores_torch():
         compile_safety.uninstall()
     if GLOBAL_FLAG:
         assert compile_safety.observe_foreign_trace().flag
+
+
+ROUNDS = """
+import threading, sys, torch
+sys.path.insert(0, sys.argv[1])
+from dflash.compile_safety import installed
+with installed():
+    for _ in range(20):  # on a CUDA build without a GPU each of these dies without install()
+        threads = [threading.Thread(target=torch._C._ensureCUDADeviceGuardSet) for _ in range(4)]
+        [t.start() for t in threads], [t.join() for t in threads]
+print("alive")
+"""
+
+
+def test_a_missing_gpus_guard_belongs_to_the_main_thread(monkeypatch):
+    """Real on a CUDA build of torch without a GPU; the calls are watched on any."""
+    done = subprocess.run([sys.executable, "-c", ROUNDS, str(Path(__file__).parents[1])], capture_output=True, text=True)
+    assert done.stdout.strip() == "alive", (done.returncode, done.stderr[-500:])
+    callers = []
+    monkeypatch.setattr(torch._C, "_ensureCUDADeviceGuardSet", lambda: callers.append(threading.current_thread()))
+    with installed():
+        pass
+    assert callers == [threading.main_thread()]
+    other = threading.Thread(target=lambda: callers.append(settle_device_guard()))
+    other.start()
+    other.join()
+    assert callers[1:] == [False]  # a thread that ends must not be the one
 
 
 def test_a_trace_in_the_same_thread_is_a_typed_error():

@@ -9,6 +9,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from dflash.compile_safety import tracing
 from dflash.compile_safety.gate import GATE
 from dflash.compile_safety.seal import sealed
@@ -34,6 +36,8 @@ def install(recompile_limit: int = DEFAULT_RECOMPILE_LIMIT) -> tracing.ForeignTr
         already do that (decided by watching a trace, once for the process);
       * traces and compilations take turns with compiled calls and backward passes (the gate);
       * a backward is compiled together with its forward, in the calling thread, never in an autograd engine thread;
+      * a build of torch for CUDA on a machine without a GPU is kept from crashing at its first compilation in a thread
+        (`settle_device_guard`; called from the main thread only);
       * torch keeps compiled versions of one function for `recompile_limit` combinations of shape, device and grad
         mode, in every thread (a limit set in torch's own configuration may hold in one thread only).
 
@@ -47,10 +51,26 @@ def install(recompile_limit: int = DEFAULT_RECOMPILE_LIMIT) -> tracing.ForeignTr
         if not _fork_hook_set:
             os.register_at_fork(after_in_child=GATE._reset)
             _fork_hook_set = True
+        settle_device_guard()
         with ExitStack() as stack:
             _seen = tracing.apply(stack, recompile_limit)
             _undo = stack.pop_all()
         return _seen
+
+
+def settle_device_guard() -> bool:
+    """Have torch replace the device guard of a GPU that is not there now, in the main thread. Returns whether it could.
+
+    A build for CUDA without a GPU does it in whichever thread compiles first, and keeps a pointer to an object of that
+    thread. When the thread has ended, the next compilation anywhere reads freed memory and the process dies of a
+    segmentation fault (seen on torch 2.11.0, in `c10::impl::ensureCUDADeviceGuardSet`; a build for the CPU, and one that
+    has its GPU, replace nothing).
+    """
+    ensure = getattr(torch._C, "_ensureCUDADeviceGuardSet", None)
+    if ensure is None or threading.current_thread() is not threading.main_thread():
+        return False
+    ensure()
+    return True
 
 
 def uninstall() -> None:
