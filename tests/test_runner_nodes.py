@@ -5,25 +5,33 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+import time
 
 import pytest
+import torch.distributed as dist
 from safetensors.torch import load_file
 from test_train_command import ENVIRONMENT, kinds, losses, material, write_config  # noqa: F401
 
 from dflash.__main__ import main
 from dflash.checkpoint import latest_checkpoint
+from dflash.errors import ConfigError, RunError
+from dflash.run_config import RuntimeOptions
+from dflash.runner.cluster import meet, roles_of
+from dflash.topology import decide
 
 
-def start_nodes(config, nodes: int, processes: int) -> list[subprocess.Popen]:
-    """The command line of docs/runner.md, once for each node."""
+def start_nodes(config, nodes: int, processes: int | list[int]) -> list[subprocess.Popen]:
+    """The command line of docs/runner.md, once for each node; a list gives each node its own number of processes."""
+    counts = processes if isinstance(processes, list) else [processes] * nodes
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(nodes), "--nproc-per-node", str(processes),
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(nodes),
                "--master-addr", "127.0.0.1", "--master-port", str(port)]
     train = ["-m", "dflash", "train", "--config", str(config)]
-    return [subprocess.Popen([*command, "--node-rank", str(node), *train], env=ENVIRONMENT, stdout=subprocess.PIPE,
-                             stderr=subprocess.STDOUT, text=True) for node in range(nodes)]
+    return [subprocess.Popen([*command, "--node-rank", str(node), "--nproc-per-node", str(counts[node]), *train],
+                             env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+            for node in range(nodes)]
 
 
 def wait(children: list[subprocess.Popen]) -> list[str]:
@@ -49,3 +57,35 @@ def test_two_nodes_give_the_serial_numbers(material, tmp_path):  # noqa: F811
     assert records["run_end"][-1]["status"] == "completed" and "fault" not in records
     fed = sum(r["tokens"] for r in records["stage"] if r["name"] == "node 0 drafter[0]")
     assert 0 < fed < sum(r["tokens"] for r in records["step"])  # node 1 took the rest
+
+
+@pytest.mark.parametrize("processes", [[2, 4], [4, 2]])
+def test_a_wrong_number_on_one_node_ends_both_with_the_right_one(material, tmp_path, processes):  # noqa: F811
+    config = write_config(material, tmp_path / "runs/nodes", packs_per_step=4, gpus="cpu:1", target_gpus="cpu:1",
+                          launcher="torchrun")
+    began = time.monotonic()
+    children = start_nodes(config, 2, processes)
+    for output in wait(children):
+        assert "use --nproc-per-node 2" in output
+    assert [child.returncode for child in children] == [1, 1] and time.monotonic() - began < 60
+    assert not (config.parent / "metrics.jsonl").exists() or "step" not in kinds(config.parent)
+
+
+def test_nodes_of_different_sizes_are_refused():
+    topology = decide(RuntimeOptions(gpus="cpu:1", target_gpus="cpu:1"))
+    assert roles_of(topology, 4, 2).nodes == 2
+    with pytest.raises(ConfigError, match="5 processes over all nodes and 2 on this one; .*on every node"):
+        roles_of(topology, 5, 2)
+
+
+def test_ranks_that_do_not_come_are_named():
+    store = dist.HashStore()
+    store.set("here/2", "1")
+    with pytest.raises(RunError, match="rank 1, 3 of 4 did not start within 0 s"):
+        meet(store, 0, 4, 0.1)
+    store.set("refused", "node 1 cannot take part: no GPU 5")
+    with pytest.raises(ConfigError, match="node 1 cannot take part: no GPU 5"):
+        meet(store, 0, 4, 60.0)
+    for rank in (1, 3):
+        store.set(f"here/{rank}", "1")
+    meet(store, 0, 4, 0.0)

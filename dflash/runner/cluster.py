@@ -13,6 +13,8 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -20,10 +22,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from dflash.errors import ConfigError, RunError
+from dflash.errors import ConfigError, DFlashError, RunError
 from dflash.topology import Topology
 
 LAUNCHER = "DFLASH_LAUNCHER"  # environment variable of ranks: which process started them
+_LOOK = 0.2  # seconds between two looks for ranks that are still to come
 _BEAT = 1.0  # seconds between two signs of life
 _SILENT = 20.0  # seconds after which a rank without one counts as dead
 _NEVER = timedelta(days=7)  # of collectives: a pause or a long evaluation is no fault; the life line finds the dead
@@ -88,8 +91,43 @@ def roles_of(topology: Topology, world: int, local_world: int) -> Roles:
     if local_world != wanted:
         raise ConfigError(f"torchrun started {local_world} processes on this node, but {topology} needs {wanted}; use "
                           f"--nproc-per-node {wanted}")
+    if world % local_world:
+        raise ConfigError(f"torchrun started {world} processes over all nodes and {local_world} on this one; start "
+                          f"{local_world} on every node, with the same gpus and target_gpus")
     paired = topology.serial or topology.paired
     return Roles(len(topology.drafters), len(topology.targets), world // local_world, paired)
+
+
+def meet(store: dist.Store, rank: int, world: int, seconds: float) -> None:
+    """Wait until every rank is here. A collective would wait as long for one that has said why it will not come.
+
+    Raises: ConfigError with that rank's reason; RunError naming the ranks that are not here after `seconds`.
+    """
+    store.set(f"here/{rank}", "1")
+    end = time.monotonic() + seconds
+    while not store.check([f"here/{other}" for other in range(world)]):
+        if store.check(["refused"]):
+            raise ConfigError(store.get("refused").decode())
+        if time.monotonic() > end:
+            missing = [other for other in range(world) if not store.check([f"here/{other}"])]
+            raise RunError(f"rank {', '.join(map(str, missing))} of {world} did not start within {seconds:.0f} s; look at "
+                           "the output of its node")
+        time.sleep(_LOOK)
+
+
+@contextmanager
+def refusing(patience: float = 10.0) -> Iterator[None]:
+    """In the block a rank looks at its settings; an error of it also ends the ranks that wait in `meet` for this one."""
+    try:
+        yield
+    except DFlashError as error:
+        with suppress(RuntimeError, OSError, ValueError):  # nobody to tell
+            store = next(dist.rendezvous("env://", timeout=timedelta(seconds=patience)))[0]
+            told = f"node {os.environ.get('GROUP_RANK', 0)} cannot take part: {error}"
+            dist.PrefixStore("dflash", store).set("refused", told)
+            if os.environ.get("GROUP_RANK", "0") == "0":
+                time.sleep(2 * _BEAT)  # the store goes with this node: let the others read what happened
+        raise
 
 
 class Cluster:
@@ -111,6 +149,7 @@ class Cluster:
         store, rank, world = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout)))
         store.set_timeout(timedelta(seconds=timeout))
         self.store = dist.PrefixStore("dflash", store)
+        meet(self.store, rank, world, timeout)
         dist.init_process_group(backend, store=dist.PrefixStore("group", store), rank=rank, world_size=world,
                                 timeout=_NEVER)
         self.drafter_group = dist.new_group(self.roles.drafter_ranks)

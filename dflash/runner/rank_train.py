@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -27,7 +28,7 @@ from dflash.random_target import RandomHead, is_random, random_head
 from dflash.refusals import refuse_run
 from dflash.resume import load_training, same_plan, save_training, whole_drafter
 from dflash.run_config import RunConfig
-from dflash.runner.cluster import Cluster, LifeLine
+from dflash.runner.cluster import Cluster, LifeLine, refusing, roles_of
 from dflash.runner.processes import ProcessEngine
 from dflash.runner.ranks import held_out_source, make_engine, run_rank, serve_target
 from dflash.runner.sharding import ShardedReplica
@@ -43,8 +44,10 @@ from dflash.training import Trainer
 def train_rank(folder: str | Path, config: RunConfig, resume: bool = False) -> int:
     """This process's part of the run in `folder`; returns the exit code."""
     run = Run.open(folder)
-    topology = decide(config.runtime)
-    refuse_run(config, topology)
+    with refusing():
+        topology = decide(config.runtime)
+        refuse_run(config, topology)
+        roles_of(topology, int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"]))
     began = time.perf_counter()
 
     def failed(cluster: Cluster, failure: dict, error: BaseException | None) -> None:
