@@ -41,14 +41,20 @@ def dense_attention_bytes(num_heads: int, queries: int, keys: int, element_size:
     return num_heads * queries * keys * element_size + queries * keys
 
 
+def _gib(size: int) -> str:
+    """Bytes in GiB; small ones with the digits that tell them from nothing."""
+    gib = size / 2**30
+    return f"{gib:.2f}" if gib >= 0.1 else f"{gib:.2g}"
+
+
 def check_dense_bytes(num_heads: int, queries: int, keys: int, element_size: int, bound: int) -> None:
     """Raise DenseAttentionTooLarge where dense scores and mask would exceed `bound` bytes."""
     need = dense_attention_bytes(num_heads, queries, keys, element_size)
     if need > bound:
         raise DenseAttentionTooLarge(
-            f"dense attention over {queries} queries x {keys} keys x {num_heads} heads needs {need / 2**30:.2f} GiB "
-            f"for scores and mask, above the bound of {bound / 2**30:.2f} GiB (max_dense_bytes); use attention='flex' "
-            "on a GPU, or fewer anchors, or a shorter pack"
+            f"dense attention over {queries} queries x {keys} keys x {num_heads} heads needs {_gib(need)} GiB for scores "
+            f"and mask, above the bound of {_gib(bound)} GiB (a run's max_dense_gib; max_dense_bytes in Python); use "
+            "attention='flex' on a GPU or 'sdpa_chunked' on a CPU, or fewer anchors, or a shorter pack"
         )
 
 
