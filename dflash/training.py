@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from dflash.engine import PER_SLOT, SCALARS, Engine, FeatureSource, Replica, read_sums, warmup_jobs
+from dflash.engine import Engine, read_sums
 from dflash.errors import DFlashError, RunError
 from dflash.optim import learning_rate
 from dflash.plan import Planner, StepPlan
@@ -24,10 +24,6 @@ from dflash.run_config import TrainOptions
 if TYPE_CHECKING:
     from dflash.control import RunControl
     from dflash.telemetry import Run
-
-# with what `runner.threads` takes from here
-__all__ = ["PER_SLOT", "SCALARS", "Engine", "FeatureSource", "NonFiniteParameterError", "Outcome", "Replica", "Trainer",
-           "read_sums", "warmup_jobs"]
 
 
 class NonFiniteParameterError(DFlashError):

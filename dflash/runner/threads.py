@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from dflash.compile_safety import HangError, WarmupJob
+from dflash.engine import PER_SLOT, SCALARS, FeatureSource, Replica, warmup_jobs
 from dflash.errors import ConfigError
 from dflash.features import OnlineFeatures
 from dflash.job import Job
@@ -27,7 +28,6 @@ from dflash.runner.replicas import GradientSum, check_equal, make_replicas
 from dflash.runner.sources import OnDevice, make_sources, on
 from dflash.telemetry import Run
 from dflash.topology import Topology
-from dflash.training import PER_SLOT, SCALARS, FeatureSource, Replica, warmup_jobs
 from dflash.worker_log import worker_output
 
 _JOIN = 10.0  # seconds that a worker may take to leave
@@ -54,7 +54,7 @@ class SharedPlanner:
 
 
 class PipelineEngine:
-    """`training.Engine` over threads.
+    """`engine.Engine` over threads.
 
     Args:
         replicas: one a drafter device, with equal weights; the first is evaluated and saved.
