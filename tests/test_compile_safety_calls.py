@@ -103,6 +103,24 @@ def test_a_missing_gpus_guard_belongs_to_the_main_thread(monkeypatch):
     assert callers[1:] == [False]  # a thread that ends must not be the one
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels of a GPU do not depend on it")
+def test_the_number_of_threads_is_part_of_a_cpu_kernels_settings():
+    """Compiled with one thread and reused with two from the cache on disk, torch 2.11's kernel corrupts the heap."""
+    seen = []
+
+    def look(graph, inputs):
+        seen.append(torch._inductor.config.cpp.threads)
+        return graph.forward
+
+    before = torch._inductor.config.cpp.threads
+    with installed():
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            torch._dynamo.reset()
+            CompiledFunction(lambda x: x + 1, backend=look)(torch.ones(2))
+    assert seen == [1, 2] and torch._inductor.config.cpp.threads == before
+
+
 def test_a_trace_in_the_same_thread_is_a_typed_error():
     attention, (q, k, v, mask) = boundary(), case()
     with compile_safety.installed(), pytest.raises(NestedTraceError, match="GiB"):

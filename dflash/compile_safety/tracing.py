@@ -30,6 +30,7 @@ import torch._dynamo.config as dynamo_config
 import torch._dynamo.convert_frame as convert_frame
 import torch._functorch.config as functorch_config
 import torch._higher_order_ops.utils as hop_utils
+import torch._inductor.config as inductor_config
 import torch.autograd.graph as autograd_graph
 import torch.fx._symbolic_trace as symbolic_trace
 
@@ -293,6 +294,10 @@ def _gate_compilations(undo: ExitStack, recompile_limit: int) -> None:
     def settings(stack: ExitStack) -> None:
         stack.enter_context(functorch_config.patch(force_non_lazy_backward_lowering=True))
         stack.enter_context(dynamo_config.patch(recompile_limit=recompile_limit))
+        # A kernel for the CPU holds scratch memory for as many threads as there were when it was compiled. Named in the
+        # settings, that number is part of the cache's key, so that no run with more threads writes past it (torch 2.11).
+        if inductor_config.cpp.threads < 1 and not torch.cuda.is_available():
+            stack.enter_context(inductor_config.patch({"cpp.threads": torch.get_num_threads()}))
 
     _set(undo, convert_frame, "compile_lock", GatedCompileLock(convert_frame.compile_lock, settings))
 
