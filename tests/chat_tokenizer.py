@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import random
+from pathlib import Path
+
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -76,3 +80,14 @@ def _byte_tokens() -> list[str]:
     """The byte-level alphabet: printable bytes stand for themselves, the others for code points from 256 on."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     return [chr(byte) for byte in printable] + [chr(256 + number) for number in range(256 - len(printable))]
+
+
+def save_material(root: Path, model, tokenizer: PreTrainedTokenizerFast) -> None:
+    """What a run needs: the target under `root/target`, and 24 short conversations in `root/data.jsonl`."""
+    model.save_pretrained(root / "target")
+    tokenizer.save_pretrained(root / "target")
+    words = random.Random(1)
+    rows = [{"messages": [{"role": "user", "content": f"say {number}"},
+                          {"role": "assistant", "content": " ".join(words.choices(["yes", "no", "why", "so"], k=9))}]}
+            for number in range(24)]
+    (root / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

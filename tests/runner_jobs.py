@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from pathlib import Path
+
+import pytest
 import torch
 from tiny_models import random_drafter, tiny_target
 
+from dflash.compile_safety import HangError, protected
 from dflash.data import Conversation, make_packs
 from dflash.engine import Replica, SerialEngine
 from dflash.features import OnlineFeatures
@@ -57,6 +63,25 @@ def drive(engine, plans: Planner, settings: TrainOptions, steps: int | None = No
     finally:
         engine.close()
     return losses
+
+
+def drive_until_hang(engine, plans: Planner, settings: TrainOptions, run_dir: Path, release: threading.Event) -> float:
+    """Steps under a watchdog of one second, of which one hangs until `release`; seconds until the caller had HangError."""
+    began = time.monotonic()
+    try:
+        with pytest.raises(HangError, match="no step was completed for 1 s"):
+            with protected(run_dir=run_dir, step_timeout=1.0, on_hang=engine.on_hang) as protection:
+                try:
+                    engine.start(1)
+                    for step in range(1, settings.steps + 1):
+                        engine.step(plans.step(step), settings.lr)
+                        protection.beat()
+                finally:
+                    release.set()
+                    engine.close()
+    finally:
+        release.set()
+    return time.monotonic() - began
 
 
 def serial(settings: TrainOptions) -> tuple[list[float], torch.Tensor]:

@@ -8,9 +8,8 @@ import traceback
 
 import pytest
 import torch
-from runner_jobs import LENGTH, drive, first_replica, options, packs, planner, serial, weights
+from runner_jobs import LENGTH, drive, drive_until_hang, first_replica, options, packs, planner, serial, weights
 
-from dflash.compile_safety import HangError, protected
 from dflash.features import OnlineFeatures
 from dflash.runner.handover import HandOver, schedule
 from dflash.runner.monitor import Monitor, worker_of
@@ -168,22 +167,7 @@ def test_a_target_that_hangs_ends_the_run_with_all_stacks(tmp_path):
             return self.source.get(pack)
 
     engine, plans = engine_of(1, 1, settings, wrap=lambda s, i: Hanging(s))
-    began = time.monotonic()
-    try:
-        with pytest.raises(HangError, match="no step was completed for 1 s"):
-            with protected(run_dir=tmp_path, step_timeout=1.0, on_hang=engine.on_hang) as protection:
-                engine.start(1)
-                try:
-                    for step in range(1, 20):
-                        engine.step(plans.step(step), settings.lr)
-                        protection.beat()
-                finally:
-                    release.set()
-                    engine.close()
-    finally:
-        release.set()
-        engine.close()
-    assert time.monotonic() - began < 10
+    assert drive_until_hang(engine, plans, settings, tmp_path, release) < 10
     assert "test_runner_threads.py" in (tmp_path / "stacks.txt").read_text()
 
 

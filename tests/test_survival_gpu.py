@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import gc
 import json
-import random
 
 import pytest
 import torch
 import yaml
-from chat_tokenizer import chat_tokenizer
+from chat_tokenizer import chat_tokenizer, save_material
 from test_train_command import kinds, losses, write_config
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -39,13 +38,7 @@ def material(tmp_path_factory):
                          num_attention_heads=4, num_key_value_heads=2, head_dim=64, max_position_embeddings=2048,
                          initializer_range=0.05, tie_word_embeddings=True, bos_token_id=None, pad_token_id=0,
                          eos_token_id=tokenizer.eos_token_id)
-    LlamaForCausalLM(config).save_pretrained(root / "target")
-    tokenizer.save_pretrained(root / "target")
-    words = random.Random(1)
-    rows = [{"messages": [{"role": "user", "content": f"say {number}"},
-                          {"role": "assistant", "content": " ".join(words.choices(["yes", "no", "why", "so"], k=9))}]}
-            for number in range(24)]
-    (root / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    save_material(root, LlamaForCausalLM(config), tokenizer)
     return root
 
 

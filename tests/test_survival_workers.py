@@ -9,13 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from runner_jobs import options
+from runner_jobs import drive_until_hang, options
 from survival_lab import processes_of
 from test_runner_threads import engine_of
 from test_train_command import kinds, material, start, wait_for_steps, write_config  # noqa: F401
 
 from dflash.checkpoint import latest_checkpoint
-from dflash.compile_safety import HangError, protected
 from dflash.engine import Replica
 from dflash.memory_help import DeviceOutOfMemory
 from dflash.run_config import RunConfig
@@ -96,21 +95,7 @@ def test_a_worker_that_hangs_anywhere_is_ended_by_the_watchdog(tmp_path, place):
     settings, release = options(steps=30), threading.Event()
     engine, plans = engine_of(2, 1, settings)
     place_fault(engine, place, lambda: release.wait(20))
-    began = time.monotonic()
-    try:
-        with pytest.raises(HangError, match="no step was completed for 1 s"):
-            with protected(run_dir=tmp_path, step_timeout=1.0, on_hang=engine.on_hang) as protection:
-                try:
-                    engine.start(1)
-                    for step in range(1, 31):
-                        engine.step(plans.step(step), settings.lr)
-                        protection.beat()
-                finally:
-                    release.set()
-                    engine.close()
-    finally:
-        release.set()
-    assert time.monotonic() - began < 12
+    assert drive_until_hang(engine, plans, settings, tmp_path, release) < 12
     assert "no step was completed" in (tmp_path / "failure.json").read_text()
     assert "in <lambda>" in (tmp_path / "stacks.txt").read_text(), "the stacks show where the worker hangs"
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -13,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from chat_tokenizer import chat_tokenizer
+from chat_tokenizer import chat_tokenizer, save_material
 from safetensors.torch import load_file
 from tiny_models import tiny_target
 
@@ -32,13 +30,7 @@ def material(tmp_path_factory):
     """A target folder and conversations."""
     root = tmp_path_factory.mktemp("material")
     tokenizer = chat_tokenizer()
-    tiny_target(vocab_size=len(tokenizer)).model.save_pretrained(root / "target")
-    tokenizer.save_pretrained(root / "target")
-    words = random.Random(1)
-    rows = [{"messages": [{"role": "user", "content": f"say {number}"},
-                          {"role": "assistant", "content": " ".join(words.choices(["yes", "no", "why", "so"], k=9))}]}
-            for number in range(24)]
-    (root / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    save_material(root, tiny_target(vocab_size=len(tokenizer)).model, tokenizer)
     return root
 
 

@@ -58,17 +58,11 @@ def fault_plan(steps: int, every: int) -> dict[int, str]:
 
 def make_material(folder: Path, steps: int, every: int) -> dict[str, object]:
     """A random target, conversations, and the settings of the run."""
-    from chat_tokenizer import chat_tokenizer
+    from chat_tokenizer import chat_tokenizer, save_material
     from tiny_models import tiny_target
 
     tokenizer = chat_tokenizer()
-    tiny_target(vocab_size=len(tokenizer)).model.save_pretrained(folder / "target")
-    tokenizer.save_pretrained(folder / "target")
-    words = random.Random(1)
-    rows = [{"messages": [{"role": "user", "content": f"say {number}"},
-                          {"role": "assistant", "content": " ".join(words.choices(["yes", "no", "why", "so"], k=9))}]}
-            for number in range(24)]
-    (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    save_material(folder, tiny_target(vocab_size=len(tokenizer)).model, tokenizer)
     return dict(target=str(folder / "target"), data=str(folder / "data.jsonl"), pack_length=96, held_out=4, num_captured=2,
                 drafter_layers=1, block_size=4, max_anchors=16, steps=steps, packs_per_step=2, dtype="float32",
                 target_dtype="float32", lr=1e-3, features="online", soft_labels=True, gpus="cpu:2", target_gpus="cpu:2",
