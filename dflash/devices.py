@@ -32,6 +32,17 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor.to(device)
 
 
+def attention_without_plans() -> None:
+    """Take cuDNN's kernels out of `scaled_dot_product_attention`, in this process.
+
+    torch prefers them on Hopper and Blackwell, and they build an execution plan for every new shape, in every thread anew.
+    Packs have documents of ever new lengths, so a target would spend its time on plans. The flash kernels have none.
+    `torch.backends.cuda.enable_cudnn_sdp(True)` brings them back, for inputs of few shapes.
+    """
+    if torch.backends.cuda.cudnn_sdp_enabled():
+        torch.backends.cuda.enable_cudnn_sdp(False)
+
+
 def dtype_named(name: str) -> torch.dtype:
     """The floating dtype of this name. Raises ConfigError for any other."""
     if name not in DTYPES:

@@ -1,8 +1,7 @@
 """Causal attention of documents that lie in one row, as the fast capture runs it: no padding and no mask tensor.
 
-Two ways with one result. Many short documents take torch's variable-length attention, one launch for all of them; long
-ones, and dtypes or devices without it, take `scaled_dot_product_attention` one document after another, whose kernels are
-the faster ones where a document fills the GPU by itself.
+torch's variable-length attention takes all documents in one launch. Where it is missing (older torch, other dtypes, a
+CPU) `scaled_dot_product_attention` takes one after another, with the same result.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from torch import Tensor
 
 from dflash.devices import to_device
 
-VARLEN_BELOW = 1024  # mean tokens of a document
 VarlenCall = Callable[[Tensor, Tensor, Tensor, Tensor, int, float], Tensor]
 
 
@@ -36,11 +34,6 @@ class Documents(NamedTuple):
         borders = torch.tensor([0, *accumulate(sizes)])
         there = to_device(borders, device)
         return cls(sizes, to_device(document_positions(sizes), device), there, borders, there.int())
-
-    @property
-    def short(self) -> bool:
-        """Several documents, too short to fill a GPU one at a time."""
-        return len(self.sizes) > 1 and sum(self.sizes) < VARLEN_BELOW * len(self.sizes)
 
 
 def document_positions(sizes: list[int]) -> Tensor:
@@ -92,7 +85,7 @@ def packed_attention(
     q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: float, varlen: VarlenCall | None
 ) -> Tensor:
     """Each document attends to itself, causally. q [T, heads, D], k and v [T, KV heads, D]; returns [T, heads, D]."""
-    if varlen is not None and documents.short:
+    if varlen is not None:
         return varlen(q, k, v, documents.borders_int32, max(documents.sizes), scale)
     sizes, outputs = documents.sizes, []
     for parts in zip(q.split(sizes), k.split(sizes), v.split(sizes), strict=True):

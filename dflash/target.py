@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from dflash.devices import device_named, dtype_named, to_device
+from dflash.devices import attention_without_plans, device_named, dtype_named, to_device
 from dflash.errors import TargetError
 from dflash.packed_attention import document_positions
 from dflash.target_choices import (
@@ -69,6 +69,8 @@ class Features:
 class Target:
     """A frozen causal language model and the hooks that read it.
 
+    On a GPU it takes cuDNN out of `scaled_dot_product_attention` for the whole process (`devices.attention_without_plans`).
+
     Args:
         model: a transformers causal LM with a decoder that has `layers` and returns `last_hidden_state`.
         tokenizer: its tokenizer, or None for a random test model.
@@ -106,6 +108,8 @@ class Target:
             self.decoder.layers[index].register_forward_hook(self._make_hook(index))
             for index in self.layer_ids
         ]
+        if self.device.type == "cuda":
+            attention_without_plans()
 
     # -- what others read ------------------------------------------------------------------------------------
     @property

@@ -18,7 +18,6 @@ from dflash.errors import TargetError
 from dflash.fast_target import attach
 from dflash.fast_target_kinds import obstacle
 from dflash.packed_attention import (
-    VARLEN_BELOW,
     Documents,
     adapt,
     document_positions,
@@ -96,8 +95,6 @@ def test_documents():
     assert documents.borders.tolist() == documents.borders_int32.tolist() == [0, 3, 4, 6]
     assert documents.borders_int32.dtype == torch.int32 and documents.positions.dtype == torch.int64
     assert document_positions([]).shape == (0,) and document_positions([]).dtype == torch.int64
-    assert documents.short and not Documents.of([6], CPU).short
-    assert not Documents.of([VARLEN_BELOW + 1, VARLEN_BELOW - 1], CPU).short
 
 
 def by_hand(q, k, v, sizes, scale):
@@ -158,12 +155,10 @@ def test_every_signature_of_varlen_attn_is_called_right(signature, scale):
     call = adapt(signatures(stand_in(seen))[signature])
     for kv_heads in (2, 4):
         q, k, v = tensors(12, kv_heads=kv_heads)
-        out = packed_attention(q, k, v, Documents.of([5, 1, 6], CPU), scale, call)
-        assert (out - by_hand(q, k, v, [5, 1, 6], scale)).abs().max() < 1e-5
-        assert seen == {"causal": True, "longest": 6}
-    seen.clear()
-    packed_attention(q, k, v, Documents.of([12], CPU), scale, call)
-    assert not seen, "one document needs no call of its own kind"
+        for sizes in ([5, 1, 6], [12]):
+            out = packed_attention(q, k, v, Documents.of(sizes, CPU), scale, call)
+            assert (out - by_hand(q, k, v, sizes, scale)).abs().max() < 1e-5
+            assert seen == {"causal": True, "longest": max(sizes)}
 
 
 def test_no_call_where_there_is_none():
@@ -181,10 +176,25 @@ def test_on_a_gpu_one_call_gives_what_one_document_after_another_does(heads, kv_
         pytest.skip("this torch has no varlen_attn")
     q, k, v = tensors(sum(sizes), heads, kv_heads, d, device, torch.bfloat16)
     documents = Documents.of(sizes, device)
-    assert documents.short
     for scale in (d**-0.5, 0.05):
         one, loop = (packed_attention(q, k, v, documents, scale, way).float() for way in (call, None))
         assert one.shape == loop.shape and (one - loop).norm() / loop.norm() < 5e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("fast", [True, False])
+def test_on_a_gpu_documents_of_new_lengths_cost_no_plans(fast):
+    """cuDNN's attention would build one for every length (tens of milliseconds)."""
+    target = load_target("random:tiny", "cuda", fast=fast)
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+    ids = torch.randint(0, 100, (1, 900))
+    target.capture(ids, torch.tensor([400, 500]))
+    with torch.profiler.profile() as seen:
+        target.capture(ids, torch.tensor([201, 399, 300]))
+    names = {event.key.lower() for event in seen.key_averages()}
+    assert any("attention" in name or "attn" in name for name in names)
+    assert not [name for name in names if "cudnn" in name]
 
 
 @pytest.mark.gpu

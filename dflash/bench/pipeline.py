@@ -6,6 +6,7 @@ import argparse
 import time
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import cycle
 
 import torch
 
@@ -17,6 +18,7 @@ from dflash.bench.pipeline_case import (
     TINY,
     Case,
     make_engine,
+    make_packs,
     make_planner,
     make_replica,
     make_target,
@@ -55,10 +57,10 @@ def memory_now(devices) -> dict[str, dict[str, int | None]]:
 
 
 def measure_target(case: Case, target, ceiling: float, repeats: int = 3) -> dict:
-    """One target with nothing to wait for."""
-    source, pack = OnlineFeatures(target), make_planner(case).step(1).items[0].pack
+    """One target with nothing to wait for, on one pack after another."""
+    source, packs = OnlineFeatures(target), cycle(make_packs(case))
     with on(target.device):
-        timing = measure(lambda: source.get(pack), target.device, 1, repeats)
+        timing = measure(lambda: source.get(next(packs)), target.device, 1, repeats)
     flops = target_flops(case, target)
     return {"tokens_per_second": case.shape.tokens / timing.median, "seconds": timing.median,
             "mfu": flops / timing.median / ceiling, "peak_bytes": timing.peak_bytes}

@@ -20,7 +20,6 @@ from dflash.bench.timing import environment, free_memory, matmul_ceiling, measur
 from dflash.bench.workload import document_lengths
 from dflash.devices import device_named, dtype_named
 from dflash.errors import ConfigError
-from dflash.packed_attention import VARLEN_BELOW
 from dflash.target import Target, load_target
 
 
@@ -80,11 +79,11 @@ def make_target(shape: TargetShape, device: torch.device, dtype: torch.dtype) ->
 
 
 def capture_call(target: Target, shape: TargetShape, last_hidden: bool = True) -> Callable[[], object]:
-    """A function that captures one pack."""
+    """A function that captures one pack, each time with documents of other lengths, as training has them: what is done
+    once for a shape (plans, tuning, caching) is paid for as there."""
     host = torch.Generator().manual_seed(0)
     ids = torch.randint(0, target.embed_weight.shape[0], (1, shape.tokens), generator=host)
-    lengths = document_lengths(shape.tokens, shape.document, host)
-    return lambda: target.capture(ids, lengths, last_hidden=last_hidden)
+    return lambda: target.capture(ids, document_lengths(shape.tokens, shape.document, host), last_hidden=last_hidden)
 
 
 def report(name: str, target: Target, shape: TargetShape, ceiling: float, warmup: int, repeats: int,
@@ -149,7 +148,7 @@ def _without_fast(target: Target, call: Callable[[], dict]) -> dict:
 
 
 def _measured(target: Target, shape: TargetShape, ceiling: float, args: argparse.Namespace) -> list[dict]:
-    """Plain, fast, and fast with the documents' attention one after another where it would be one call."""
+    """Plain, fast, and fast with the documents' attention one after another."""
     flops = None
     if args.model:
         flops = 2.0 * sum(p.numel() for p in target.decoder.layers.parameters() if p.dim() > 1)
@@ -158,7 +157,7 @@ def _measured(target: Target, shape: TargetShape, ceiling: float, args: argparse
     free_memory(target.device)
     if fast_target.attach(target):
         results.append(report("fast", target, *settings))
-        if target.fast.varlen is not None and shape.document < VARLEN_BELOW:
+        if target.fast.varlen is not None:
             target.fast.varlen = None
             results.append(report("loop", target, *settings))
     return results
