@@ -62,10 +62,17 @@ def block_supervision(anchors: AnchorSet, loss_mask: Tensor, doc_ids: Tensor, bl
 
 
 def eligible_anchors(loss_mask: Tensor, doc_ids: Tensor, block_size: int) -> Tensor:
-    """Positions that may start a block, [T] bool: supervised, with at least one supervised slot after them."""
+    """Positions that may start a block, [T] bool: supervised, with at least one supervised slot after them.
+
+    That is where the next supervised position lies in the block and in the same document; so T entries are looked at, not
+    T blocks.
+    """
     total = loss_mask.shape[-1]
-    everywhere = AnchorSet(torch.arange(total, device=loss_mask.device), loss_mask & (doc_ids >= 0))
-    return block_supervision(everywhere, loss_mask, doc_ids, block_size).any(-1)
+    positions = torch.arange(total, device=loss_mask.device)
+    from_here = torch.where(loss_mask, positions, total).flip(0).cummin(0).values.flip(0)  # first supervised one at or after
+    following = torch.nn.functional.pad(from_here[1:], (0, 1), value=total)
+    same_document = doc_ids[following.clamp(max=total - 1)] == doc_ids
+    return loss_mask & (doc_ids >= 0) & (following < total) & (following - positions < block_size) & same_document
 
 
 def sample_anchors(
