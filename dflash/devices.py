@@ -32,6 +32,26 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor.to(device)
 
 
+class Readback:
+    """A tensor on its way to the host. `read` waits for its copy alone, and not, as `tolist` would, for all that was queued
+    on the stream since."""
+
+    def __init__(self, values: torch.Tensor):
+        self.event = None
+        if values.device.type == "cuda":
+            self.host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self.host.copy_(values, non_blocking=True)
+            self.event = torch.cuda.Event()
+            self.event.record(torch.cuda.current_stream(values.device))
+        else:
+            self.host = values
+
+    def read(self) -> list[float]:
+        if self.event is not None:
+            self.event.synchronize()
+        return self.host.tolist()
+
+
 def attention_without_plans() -> None:
     """Take cuDNN's kernels out of `scaled_dot_product_attention`, in this process.
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from dflash.devices import Readback
 from dflash.engine import Engine, read_sums
 from dflash.errors import DFlashError, RunError
 from dflash.optim import learning_rate
@@ -28,25 +29,6 @@ if TYPE_CHECKING:
 
 class NonFiniteParameterError(DFlashError):
     """A weight became NaN or infinite; training on would destroy the last good checkpoint's worth."""
-
-
-class _Readback:
-    """A step's result on its way to the host, without holding up the device."""
-
-    def __init__(self, values: Tensor):
-        self.event = None
-        if values.device.type == "cuda":
-            self.host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-            self.host.copy_(values, non_blocking=True)
-            self.event = torch.cuda.Event()
-            self.event.record(torch.cuda.current_stream(values.device))
-        else:
-            self.host = values
-
-    def read(self) -> list[float]:
-        if self.event is not None:
-            self.event.synchronize()
-        return self.host.tolist()
 
 
 @dataclass
@@ -78,7 +60,7 @@ class Trainer:
         self.skipped = 0
         self.acceptance: float | None = None  # of the newest evaluation
         self.evaluated: int | None = None  # its step
-        self._pending: deque[tuple[StepPlan, float, _Readback, float]] = deque()  # plan, lr, result, seconds
+        self._pending: deque[tuple[StepPlan, float, Readback, float]] = deque()  # plan, lr, result, seconds
         self._clock = 0.0
         self._timed = 0.0
         self.done = 0  # completed steps
@@ -111,7 +93,7 @@ class Trainer:
         plan = self.planner.step(step)
         lr = learning_rate(step, self.total, self.options.warmup_steps, self.options.lr, self.options.min_lr_ratio)
         began = time.perf_counter()
-        result = _Readback(self.engine.step(plan, lr))
+        result = Readback(self.engine.step(plan, lr))
         if self._pending:  # on a GPU: the step before this one has ended by now, or is waited for
             self._pending[-1][2].read()
         now = time.perf_counter()

@@ -63,6 +63,22 @@ def test_eligible_anchors_need_a_supervised_slot():
     assert eligible_anchors(loss_mask, documents, 3).int().tolist() == [0, 1, 0, 1, 0, 1, 0, 0]
 
 
+def test_eligible_anchors_are_those_whose_block_trains_something():
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(low, high):
+        return int(torch.randint(low, high, (1,), generator=generator))
+
+    for _ in range(300):
+        total, block_size = draw(1, 60), draw(1, 9)
+        loss_mask = torch.rand(total, generator=generator) < draw(0, 11) / 10
+        lengths = torch.tensor([draw(0, total // 3 + 1) for _ in range(3)])  # an empty document, and a tail, may be there
+        documents = document_ids(lengths, total)
+        everywhere = AnchorSet(torch.arange(total), loss_mask & (documents >= 0))
+        wanted = block_supervision(everywhere, loss_mask, documents, block_size).any(-1)
+        assert torch.equal(eligible_anchors(loss_mask, documents, block_size), wanted)
+
+
 def test_sampled_anchors_are_sorted_distinct_seeded_and_padded():
     loss_mask = torch.ones(50, dtype=torch.bool)
     lengths = torch.tensor([50])

@@ -103,15 +103,18 @@ def part_memory() -> None:
 
 
 def part_throughput() -> None:
-    """A target about as fast as its drafter, a slower one, and both on both GPUs."""
+    """A target about as fast as its drafter, a slower one, and both on both GPUs; there also with a full-size drafter, whose
+    kernels are long enough for one interpreter to keep two GPUs busy."""
     from dflash.bench.pipeline import measure_pipeline
 
-    for label, layers, key in (("1+1, 8 layers", 8, "1+1"), ("1+1, 32 layers", 32, "1+1"),
-                               ("2 shared, 8 layers", 8, "2 shared")):
+    for label, size, layers, key, steps in (
+        ("1+1, 8 layers", "medium", 8, "1+1", 40), ("1+1, 32 layers", "medium", 32, "1+1", 40),
+        ("2 shared, 8 layers", "medium", 8, "2 shared", 40), ("2 shared, full drafter", "full", 8, "2 shared", 10),
+    ):
         topology = topologies()[key]
 
-        def call(t=topology, n=layers) -> dict:
-            result = measure_pipeline(case("medium", len(t.drafters), target_layers=n), t, 40, repeats=10)
+        def call(t=topology, n=layers, s=size, k=steps) -> dict:
+            result = measure_pipeline(case(s, len(t.drafters), target_layers=n), t, k, repeats=10 if s == "medium" else 3)
             return {"ok": result["of_slower_side"] >= 0.95 and result["pipeline"]["finite"], **result}
 
         attempt("throughput", label, 90, call)
@@ -182,22 +185,22 @@ def part_torchrun() -> None:
 
 
 def part_ranks() -> None:
-    """Throughput of the shared topology with a process a GPU, beside what `throughput` measured for one side alone."""
+    """Throughput with a process a GPU, beside what `throughput` measured for one side alone."""
     from dflash.bench.pipeline_checks import run_torchrun
 
-    label = "2 shared, 8 layers"
-    job = case("medium", 2, target_layers=8)
+    for label, key in (("2 shared, 8 layers", "2 shared"), ("1+1, 8 layers", "1+1")):
+        job = case("medium", len(topologies()[key].drafters), target_layers=8)
 
-    def call() -> dict:
-        ran = run_torchrun(job, topologies()["2 shared"], 43)
-        if ran["result"] is None:
-            return {"ok": False, "error": ran["output"][-1500:]}
-        rate = job.packs_per_step * job.shape.tokens / ran["result"]["step_seconds"]
-        alone = next((r["slower_side"] for r in HARNESS.results() if r["name"] == label and "slower_side" in r), None)
-        return {"ok": alone is None or rate >= 0.95 * alone, "tokens_per_second": rate, "slower_side": alone,
-                "of_slower_side": alone and rate / alone, "seconds": ran["seconds"]}
+        def call(j=job, k=key, name=label) -> dict:
+            ran = run_torchrun(j, topologies()[k], 43)
+            if ran["result"] is None:
+                return {"ok": False, "error": ran["output"][-1500:]}
+            rate = j.packs_per_step * j.shape.tokens / ran["result"]["step_seconds"]
+            alone = next((r["slower_side"] for r in HARNESS.results() if r["name"] == name and "slower_side" in r), None)
+            return {"ok": alone is None or rate >= 0.95 * alone, "tokens_per_second": rate, "slower_side": alone,
+                    "of_slower_side": alone and rate / alone, "seconds": ran["seconds"]}
 
-    attempt("ranks", label + ", torchrun", 100, call)
+        attempt("ranks", label + ", torchrun", 100, call)
 
 
 def part_sharded() -> None:

@@ -27,6 +27,7 @@ from dflash.bench.pipeline_case import (
 from dflash.bench.timing import environment, free_memory, matmul_ceiling, measure, write_json
 from dflash.bench.workload import matmul_flops
 from dflash.compile_safety import protected
+from dflash.devices import Readback
 from dflash.engine import Replica
 from dflash.features import OnlineFeatures
 from dflash.run_config import RuntimeOptions
@@ -98,20 +99,19 @@ def run_steps(engine: PipelineEngine, steps: int, topology: Topology, lr: float,
             engine.start(1)
             for number in range(1, steps + 1):
                 plan = plans.step(number)
-                losses.append(engine.step(plan, lr))
+                losses.append(Readback(engine.step(plan, lr)))
                 if number <= warm:
-                    losses[-1] = losses[-1].tolist()
+                    losses[-1].read()
                     began_measuring = time.perf_counter()
                     if number == warm:
                         warm_seconds = began_measuring - began
                 else:
                     tokens += plan.tokens
-                    if number > warm + 1:  # one step behind, as training reads its records
-                        losses[-2] = losses[-2].tolist()
+                    losses[-2].read()  # one step behind, as training does
                 if sample_every and number >= warm and (number - warm) % sample_every == 0:
                     samples.append(memory_now(topology.devices))
                 protection.beat()
-            losses[-1] = losses[-1].tolist()
+            losses = [readback.read() for readback in losses]
             seconds = time.perf_counter() - began_measuring
             memory = memory_now(topology.devices)
             engine.verify()

@@ -15,6 +15,7 @@ import torch
 
 from dflash.bench.pipeline_case import make_planner, make_replica, make_target, weights_of
 from dflash.compile_safety import protected
+from dflash.devices import Readback
 from dflash.features import OnlineFeatures
 from dflash.resume import whole_drafter
 from dflash.runner.cluster import Cluster
@@ -48,13 +49,13 @@ def work(cluster: Cluster, job: dict) -> None:
             return
         results, began = [], 0.0
         for number in range(1, job.get("stop_after", steps) + 1):
-            results.append(engine.step(planner.step(number), case.lr)[0])
-            if number == WARM:
-                float(results[-1])
+            results.append(Readback(engine.step(planner.step(number), case.lr)))
+            if number <= WARM:
+                results[-1].read()
                 began = time.perf_counter()
-            elif number > WARM:
-                float(results[-2])  # one step behind, as training reads its records
-        losses = [float(value) for value in results]
+            else:
+                results[-2].read()  # one step behind, as training does
+        losses = [readback.read()[0] for readback in results]
         seconds = time.perf_counter() - began
         peak = torch.cuda.max_memory_allocated(cluster.device) if cluster.device.type == "cuda" else 0
         with whole_drafter(engine) as drafter:
