@@ -55,7 +55,7 @@ def test_step(capsys, tmp_path, labels):
     (["target", "--document", "many"], "--document: wanted a whole number of at least 1, got 'many'"),
     (["attention", "--warmup", "-1"], "--warmup: wanted a whole number of at least 0"),
     (["pipeline", "--queue-depth", "0"], "--queue-depth: wanted a whole number of at least 1"),
-    (["pipeline", "--steps", "1"], "--steps: wanted a whole number of at least 2"),
+    (["pipeline", "--steps", "1"], "--steps: wanted a whole number of at least 4"),
     (["pipeline", "--check-steps", "2"], "--check-steps: wanted a whole number of at least 20"),
 ])
 def test_numbers_that_measure_nothing_are_refused(capsys, words, message):

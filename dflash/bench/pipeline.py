@@ -86,12 +86,15 @@ def measure_drafter(case: Case, target, replica: Replica, ceiling: float, repeat
 
 def run_steps(engine: PipelineEngine, steps: int, topology: Topology, lr: float, warm: int = 3, run_dir=None,
               step_timeout: float = 120.0, sample_every: int = 0) -> dict:
-    """Drive an engine under full protection; throughput and memory are those after `warm` steps.
+    """Drive an engine under full protection; throughput is from the end of step `warm` to the end of the last but one.
 
-    Returns: losses, seconds and tokens per second of the steps after the warm ones, seconds of the warmup, memory by
-    device (`samples`: every `sample_every` steps), and each worker's busy and waiting seconds.
+    Losses are read one step behind, as training does, so that both ends lie in a running pipeline. Where the targets may
+    go on after the last step (`make_engine`'s `steps` is larger), its queue is as full at the one end as at the other.
+
+    Returns: losses, seconds and tokens per second of the timed steps, seconds of the warmup, memory by device
+    (`samples`: every `sample_every` steps), and each worker's busy and waiting seconds.
     """
-    losses, samples, tokens, seconds = [], [], 0, 0.0
+    results, samples, tokens, ends = [], [], 0, {}
     plans, began = engine.planner, time.perf_counter()
     try:
         with protected(engine.warmup_jobs(plans.step(1)), run_dir=run_dir, step_timeout=step_timeout,
@@ -99,20 +102,15 @@ def run_steps(engine: PipelineEngine, steps: int, topology: Topology, lr: float,
             engine.start(1)
             for number in range(1, steps + 1):
                 plan = plans.step(number)
-                losses.append(Readback(engine.step(plan, lr)))
-                if number <= warm:
-                    losses[-1].read()
-                    began_measuring = time.perf_counter()
-                    if number == warm:
-                        warm_seconds = began_measuring - began
-                else:
-                    tokens += plan.tokens
-                    losses[-2].read()  # one step behind, as training does
+                results.append(Readback(engine.step(plan, lr)))
+                if number > 1:
+                    results[-2].read()
+                    ends[number - 1] = time.perf_counter()
+                    tokens += plans.step(number - 1).tokens if number - 1 > warm else 0
                 if sample_every and number >= warm and (number - warm) % sample_every == 0:
                     samples.append(memory_now(topology.devices))
                 protection.beat()
-            losses = [readback.read() for readback in losses]
-            seconds = time.perf_counter() - began_measuring
+            losses = [result.read() for result in results]
             memory = memory_now(topology.devices)
             engine.verify()
     finally:
@@ -120,8 +118,9 @@ def run_steps(engine: PipelineEngine, steps: int, topology: Topology, lr: float,
     ledgers = {ledger.name: {"busy": ledger.busy, "wait": ledger.waiting, "tokens": ledger.tokens,
                              "phases": dict(ledger.seconds)}
                for ledger in (*engine.target_ledgers, *engine.drafter_ledgers)}
-    return {"losses": [row[0] for row in losses], "tokens_per_second": tokens / seconds if seconds else None,
-            "step_seconds": seconds / max(1, steps - warm), "warm_seconds": warm_seconds, "memory": memory,
+    seconds, timed = ends[steps - 1] - ends[warm], steps - 1 - warm
+    return {"losses": [row[0] for row in losses], "tokens_per_second": tokens / seconds if timed else None,
+            "step_seconds": seconds / timed if timed else None, "warm_seconds": ends[warm] - began, "memory": memory,
             "samples": samples, "workers": ledgers, "finite": all(row[-1] == 1.0 for row in losses)}
 
 
@@ -143,8 +142,8 @@ def measure_pipeline(case: Case, topology: Topology, steps: int, depth: int = 2,
     for device in topology.devices:
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
-    engine = make_engine(case, topology, steps, depth, run, target, replica)
-    result["pipeline"] = run_steps(engine, steps, topology, case.lr, warm=min(depth + 2, steps - 1),
+    engine = make_engine(case, topology, steps + depth + 2, depth, run, target, replica)
+    result["pipeline"] = run_steps(engine, steps, topology, case.lr, warm=min(depth + 2, steps - 2),
                                    run_dir=run_dir, step_timeout=step_timeout)
     rates = Rates(result["target"]["tokens_per_second"], result["drafter"]["tokens_per_second"])
     fed, eaten = len(topology.targets) * rates.target, len(topology.drafters) * rates.drafter
@@ -228,7 +227,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument("--hybrid", action="store_true", help="a target with linear attention (Qwen3.6's kind)")
     parser.add_argument("--labels", default="soft", choices=["soft", "hard"])
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], help="the device's default")
-    parser.add_argument("--steps", type=whole(2), default=20)
+    parser.add_argument("--steps", type=whole(4), default=20)
     parser.add_argument("--packs-per-step", type=whole(), help="one for each drafter")
     parser.add_argument("--queue-depth", type=whole(), default=2)
     parser.add_argument("--advise", type=whole(), nargs="?", const=0, default=None, metavar="GPUS",
