@@ -9,6 +9,7 @@ import torch
 
 from dflash.bench.pipeline_case import SMALL, Case, make_planner, make_replica, make_target
 from dflash.compile_safety import installed
+from dflash.devices import Readback
 from dflash.features import OnlineFeatures
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -48,3 +49,13 @@ def test_capture_and_step_wait_for_nothing(attention, soft):
     assert result.tolist()[1] == 1.0
     with pytest.raises(RuntimeError, match="synchroniz"), no_waiting():  # the guard itself works
         result.tolist()
+
+
+def test_reading_a_result_does_not_wait_for_what_was_queued_after_it():
+    result = torch.arange(3.0, device="cuda")
+    readback = Readback(result)
+    torch.cuda._sleep(2_000_000_000)  # about a second of the device's time
+    later = torch.cuda.Event()
+    later.record()
+    assert readback.read() == [0.0, 1.0, 2.0] and not later.query()
+    assert result.tolist() == [0.0, 1.0, 2.0] and later.query(), "tolist does wait"
