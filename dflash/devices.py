@@ -9,15 +9,20 @@ import torch
 
 from dflash.errors import ConfigError
 
+DEVICE_TYPES = ("cpu", "cuda")
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 def device_named(name: str | torch.device) -> torch.device:
-    """The device of this name. Raises ConfigError for a name that torch does not know or a GPU that is not here."""
+    """The device of this name. Raises ConfigError for a name that torch does not know, a device of another type than cpu
+    and cuda, or a GPU that is not here."""
     try:
         device = torch.device(name)
     except RuntimeError:
         raise ConfigError(f"there is no device {str(name)!r}; give cpu, cuda or cuda:0") from None
+    if device.type not in DEVICE_TYPES:
+        raise ConfigError(f"device {name} is of type {device.type!r}, and only {' and '.join(DEVICE_TYPES)} work here; give "
+                          "cpu, cuda or cuda:0")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ConfigError(f"device {name} is not here, this machine has {torch.cuda.device_count()} GPUs; give one of "
                           "them, or cpu")

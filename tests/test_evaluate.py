@@ -212,7 +212,8 @@ def test_refusals(tmp_path):
         EvaluateOptions(run="x", limit=0)
     with pytest.raises(ConfigError, match="dtype must be one of"):
         dtype_named("float99")
-    for name, message in (("gpu", "no device 'gpu'"), ("cuda:77", "cuda:77 is not here, this machine has")):
+    for name, message in (("gpu", "no device 'gpu'"), ("cuda:77", "cuda:77 is not here, this machine has"),
+                          ("mps", "of type 'mps', and only cpu and cuda work"), ("meta", "of type 'meta'")):
         with pytest.raises(ConfigError, match=message):
             device_named(name)
     with pytest.raises(RunError, match="no run at"):
