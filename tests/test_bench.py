@@ -69,6 +69,22 @@ def test_head_counts_of_a_target_must_divide(capsys):
     assert "heads (4) must be a multiple of the key heads (3)" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("bench", ["step", "attention"])
+def test_head_counts_of_a_drafter_must_divide(capsys, bench):
+    words = [*options(TINY, skip=("heads", "kv_heads")), "--heads", "5", "--kv-heads", "2", "--device", "cpu"]
+    assert main(["bench", bench, *words]) == 2
+    error = capsys.readouterr().err
+    assert "num_attention_heads (5) must be a multiple of num_key_value_heads (2)" in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("bench", ["step", "attention", "target"])
+@pytest.mark.parametrize("device", ["mps", "meta"])
+def test_a_device_that_cannot_be_used_is_refused(capsys, bench, device):
+    assert main(["bench", bench, "--device", device]) == 2
+    error = capsys.readouterr().err
+    assert f"device {device} is of type {device!r}, and only cpu and cuda work here" in error and error.count("\n") == 1
+
+
 def test_step_through_a_float8_head(capsys, tmp_path):
     losses = []
     for precision in ("same", "fp8"):

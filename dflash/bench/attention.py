@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import fields
 
 import torch
 
 from dflash.attention import BACKENDS, AttentionMask, attention
 from dflash.bench.arguments import add_timing_arguments
-from dflash.bench.step import add_shape_arguments
+from dflash.bench.step import add_shape_arguments, shape_asked
 from dflash.bench.timing import environment, free_memory, measure, synchronize, timing_fields, write_json
 from dflash.bench.workload import StepShape, document_lengths
 from dflash.devices import device_named, dtype_named
@@ -77,7 +76,7 @@ def measure_backend(
 
 def run(args: argparse.Namespace) -> int:
     device, dtype = device_named(args.device), dtype_named(args.dtype)
-    shape = StepShape(**{f.name: getattr(args, f.name) for f in fields(StepShape)})
+    shape = shape_asked(args)
     results = [measure_backend(b, shape, device, dtype, args.warmup, args.repeats) for b in args.backends.split(",")]
     print(f"{'backend':14} {'mask ms':>8} {'forward ms':>11} {'+backward ms':>13} {'TFLOP/s':>8}")
     for r in results:

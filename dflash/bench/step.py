@@ -61,7 +61,7 @@ def report(name: str, shape: StepShape, soft: bool, call: Callable, device: torc
 
 def run(args: argparse.Namespace) -> int:
     device, dtype = device_named(args.device), dtype_named(args.dtype)
-    shape = StepShape(**{f.name: getattr(args, f.name) for f in fields(StepShape)})
+    shape = shape_asked(args)
     soft = args.labels == "soft"
     if args.path in ("fast", "both") and not kernels.usable(device):
         raise ConfigError(f"the fast path's Triton kernels do not run on {device}; give --path plain or auto")
@@ -129,6 +129,13 @@ def add_shape_arguments(parser: argparse.ArgumentParser) -> None:
     for field in fields(StepShape):
         kind = share if isinstance(field.default, float) else whole()
         parser.add_argument(f"--{field.name.replace('_', '-')}", type=kind, default=field.default)
+
+
+def shape_asked(args: argparse.Namespace) -> StepShape:
+    """The shape of `add_shape_arguments`' options. Raises ConfigError where no drafter has it."""
+    shape = StepShape(**{f.name: getattr(args, f.name) for f in fields(StepShape)})
+    _ = shape.config  # refuses sizes that do not fit together
+    return shape
 
 
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
