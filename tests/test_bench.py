@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import sys
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from dflash.__main__ import main
+from dflash.bench.arguments import writable
 from dflash.bench.attention import make_mask, visible_pairs
 from dflash.bench.timing import matmul_ceiling, measure
 from dflash.bench.workload import StepShape, make_drafter, make_head, make_inputs, matmul_flops
@@ -62,6 +64,24 @@ def test_numbers_that_measure_nothing_are_refused(capsys, words, message):
     with pytest.raises(SystemExit) as ended:
         main(["bench", *words])
     assert ended.value.code == 2 and message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("bench", ["step", "attention", "target", "pipeline"])
+def test_a_result_that_cannot_be_written_is_refused_before_the_work(capsys, tmp_path, monkeypatch, bench):
+    monkeypatch.setattr(f"dflash.bench.{bench}.run", lambda args: pytest.fail("measured"))
+    (tmp_path / "file").touch()
+    for path, reason in ((tmp_path, "Is a directory"), (tmp_path / "file" / "b.json", "Not a directory|File exists")):
+        with pytest.raises(SystemExit) as ended:
+            main(["bench", bench, "--json", str(path)])
+        error = capsys.readouterr().err
+        assert ended.value.code == 2 and re.search(f"wanted a file that can be written, got .*({reason})", error)
+
+
+def test_the_check_of_a_result_path_leaves_files_alone(tmp_path):
+    kept, fresh = tmp_path / "kept.json", tmp_path / "deep" / "fresh.json"
+    kept.write_text("{}")
+    assert [writable(str(path)) for path in (kept, fresh)] == [str(kept), str(fresh)]
+    assert kept.read_text() == "{}" and not fresh.exists()
 
 
 def test_head_counts_of_a_target_must_divide(capsys):

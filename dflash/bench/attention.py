@@ -7,7 +7,7 @@ import argparse
 import torch
 
 from dflash.attention import BACKENDS, AttentionMask, attention
-from dflash.bench.arguments import add_timing_arguments
+from dflash.bench.arguments import add_json_argument, add_timing_arguments
 from dflash.bench.step import add_shape_arguments, shape_asked
 from dflash.bench.timing import environment, free_memory, measure, synchronize, timing_fields, write_json
 from dflash.bench.workload import StepShape, document_lengths
@@ -96,5 +96,5 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--backends", default="flex" if on_gpu else "sdpa_chunked", help=f"of {', '.join(BACKENDS)}")
     add_timing_arguments(parser, warmup=3, repeats=10)
-    parser.add_argument("--json", help="write the results here")
+    add_json_argument(parser)
     parser.set_defaults(run=run)

@@ -10,7 +10,7 @@ from itertools import cycle
 
 import torch
 
-from dflash.bench.arguments import whole
+from dflash.bench.arguments import add_json_argument, whole
 from dflash.bench.pipeline_case import (
     FULL,
     MEDIUM,
@@ -235,5 +235,5 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument("--check", action="store_true",
                         help="also check the hand-over, the losses against the serial reference, memory, and failure")
     parser.add_argument("--check-steps", type=whole(20), default=200, help="steps of the memory check")
-    parser.add_argument("--json", help="write the results here")
+    add_json_argument(parser)
     parser.set_defaults(run=run)

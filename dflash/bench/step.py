@@ -9,7 +9,7 @@ from dataclasses import fields
 import torch
 
 from dflash import fast_path, kernels
-from dflash.bench.arguments import add_timing_arguments, share, whole
+from dflash.bench.arguments import add_json_argument, add_timing_arguments, share, whole
 from dflash.bench.timing import environment, free_memory, matmul_ceiling, measure, timing_fields, write_json
 from dflash.bench.workload import StepInputs, StepShape, make_drafter, make_head, make_inputs, matmul_flops
 from dflash.devices import device_named, dtype_named
@@ -154,5 +154,5 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument("--peer", choices=["speculators"], help="time an installed peer on the same tensors")
     add_timing_arguments(parser, warmup=2, repeats=5)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", help="write the results here")
+    add_json_argument(parser)
     parser.set_defaults(run=run)

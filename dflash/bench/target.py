@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 
 from dflash import fast_target
-from dflash.bench.arguments import add_timing_arguments, whole
+from dflash.bench.arguments import add_json_argument, add_timing_arguments, whole
 from dflash.bench.timing import environment, free_memory, matmul_ceiling, measure, timing_fields, write_json
 from dflash.bench.workload import document_lengths
 from dflash.devices import device_named, dtype_named
@@ -200,5 +200,5 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     add_timing_arguments(parser, warmup=2, repeats=5)
-    parser.add_argument("--json", help="write the results here")
+    add_json_argument(parser)
     parser.set_defaults(run=run)
