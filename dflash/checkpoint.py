@@ -27,7 +27,7 @@ from safetensors import SafetensorError
 
 from dflash import shards
 from dflash.drafter_io import save_drafter
-from dflash.errors import RunError
+from dflash.errors import ResumeError, RunError
 from dflash.model import DFlashDrafter
 
 TRAINER = "trainer.pt"
@@ -124,15 +124,15 @@ def checkpoints(run_path: str | Path) -> list[tuple[int, Path]]:
 
 
 def latest_checkpoint(run_path: str | Path) -> Path:
-    """The newest complete checkpoint. Raises RunError when there is none, naming incomplete ones."""
+    """The newest complete checkpoint. Raises ResumeError when there is none, naming incomplete ones."""
     _put_back(Path(run_path))
     complete = checkpoints(run_path)
     if complete:
         return complete[-1][1]
     torn = [p.name for p in (Path(run_path) / "checkpoints").glob("*") if p.is_dir()]
     more = f"; incomplete: {', '.join(sorted(torn))}" if torn else ""
-    raise RunError(f"{run_path} holds no complete checkpoint{more}; train on from another run, or start this one anew under "
-                   "another run_id")
+    raise ResumeError(f"{run_path} holds no complete checkpoint{more}; train on from another run, or start this one anew "
+                      "under another run_id")
 
 
 def checkpoint_facts(folder: str | Path) -> dict[str, Any]:
@@ -165,6 +165,28 @@ def load_trainer_state(folder: str | Path, whole: bool = True) -> dict[str, Any]
     if whole and state.get("optimizer", {}).get("sharded"):
         state["optimizer"] = shards.read_whole(folder / shards.FOLDER, state["optimizer"])
     return state
+
+
+def newest_state(run_path: str | Path, whole: bool = True, say: Callable[[str], None] = lambda line: None
+                 ) -> tuple[Path, dict[str, Any]]:
+    """The newest checkpoint whose state can be read, and its state; one that is complete by its sizes and cannot be read
+    is passed over and said.
+
+    Args:
+        whole: as for `load_trainer_state`.
+
+    Raises: ResumeError when there is none.
+    """
+    latest_checkpoint(run_path)
+    damaged = []
+    for _, folder in reversed(checkpoints(run_path)):
+        try:
+            return folder, load_trainer_state(folder, whole)
+        except Exception as error:  # whatever torch says to bytes that are not its own
+            damaged.append(folder.name)
+            say(f"passed over, damaged: {folder.name} ({type(error).__name__}: {str(error).splitlines()[0][:120]})")
+    raise ResumeError(f"no checkpoint of {run_path} can be read: {', '.join(damaged)}; start the run anew under another "
+                      "run_id, with start_from one of them if its drafter.safetensors is whole")
 
 
 def prune(run_path: str | Path, keep: int, protect: int | None = None) -> None:

@@ -19,3 +19,7 @@ class TargetError(DFlashError, ValueError):
 
 class RunError(DFlashError):
     """A run folder or a running job is in a state that forbids the request."""
+
+
+class ResumeError(RunError):
+    """A run cannot go on from its checkpoints with these settings."""

@@ -8,6 +8,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from dflash.errors import ResumeError
+
 
 def learning_rate(step: int, total: int, warmup: int, base: float, min_ratio: float) -> float:
     """Linear warmup over `warmup` steps, then a cosine that ends at base * min_ratio on step `total` (1-based)."""
@@ -15,6 +17,13 @@ def learning_rate(step: int, total: int, warmup: int, base: float, min_ratio: fl
         return base * step / max(1, warmup)
     progress = min(1.0, (step - warmup) / max(1, total - warmup))
     return base * (min_ratio + (1 - min_ratio) * 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+def finite_each(tensors: list[Tensor]) -> Tensor:
+    """Whether each tensor is finite throughout, [n] bool on their device. By its largest entry: a sum of squares overflows
+    for entries that are finite."""
+    largest = iter(torch._foreach_norm([t for t in tensors if t.numel()], ord=math.inf))
+    return torch.isfinite(torch.stack([next(largest) if t.numel() else t.new_zeros(()) for t in tensors]))
 
 
 class MasterAdamW:
@@ -93,14 +102,22 @@ class MasterAdamW:
     @torch.no_grad()
     def all_finite(self) -> Tensor:
         """Scalar bool on the device: every master is finite."""
-        return torch.isfinite(torch.stack(torch._foreach_norm(self.masters))).all()
+        return finite_each(self.masters).all()
 
     def state_dict(self) -> dict:
         return {"adamw": self.adamw.state_dict(), "masters": [m.detach() for m in self.masters]}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict) -> None:
-        """Take over copies of a state's tensors, so that several optimizers may load one state."""
+        """Take over copies of a state's tensors, so that several optimizers may load one state.
+
+        Raises: ResumeError where the state is that of another model.
+        """
+        was, now = ([tuple(m.shape) for m in masters] for masters in (state["masters"], self.masters))
+        if was != now:
+            differs = next((pair for pair in zip(was, now, strict=False) if pair[0] != pair[1]), (len(was), len(now)))
+            raise ResumeError(f"the checkpoint is of a drafter with other weights: {len(was)} tensors, here {len(now)}, "
+                              f"first difference {differs[0]} and {differs[1]}; put the settings of its shape back")
         device = self.masters[0].device
         torch._foreach_copy_(list(self.masters), [m.to(device) for m in state["masters"]])
         moments = {index: {name: value.clone() if torch.is_tensor(value) and value.device == device else value

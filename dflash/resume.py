@@ -18,7 +18,9 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dflash.checkpoint import checkpoint_facts, latest_checkpoint, load_trainer_state, save_checkpoint
+from dflash.checkpoint import checkpoint_facts, latest_checkpoint, newest_state, save_checkpoint
+from dflash.drafter_io import read_settings
+from dflash.errors import ResumeError
 from dflash.telemetry import METRICS_NAME, SUPERSEDED_NAME, Run
 
 if TYPE_CHECKING:
@@ -51,14 +53,33 @@ def whole_drafter(engine: Engine) -> AbstractContextManager[DFlashDrafter]:
     return nullcontext(engine.replica.drafter) if gather is None else gather()
 
 
+def refuse_resume(run_path: str | os.PathLike[str], config: RunConfig) -> None:
+    """Raises ResumeError where a run cannot go on with these settings, before anything is loaded: no checkpoint, another
+    target, a drafter of another shape."""
+    folder = latest_checkpoint(run_path)
+    before, drafter = read_settings(folder), config.drafter
+    if Path(before["target"]).name != Path(config.target.target).name:  # a folder may have moved
+        raise ResumeError(f"{folder} was trained for the target {before['target']}, the settings say "
+                          f"{config.target.target}; a drafter fits its own target only: put it back, or start a new run")
+    layers, captured = before["config"]["num_hidden_layers"], before["target_layer_ids"]
+    differs = []
+    if drafter.start_from is None and layers != drafter.drafter_layers:
+        differs.append(("drafter_layers", layers, drafter.drafter_layers))
+    if config.target.target_layers is not None and list(config.target.target_layers) != captured:
+        differs.append(("target_layers", captured, list(config.target.target_layers)))
+    if config.target.target_layers is None and config.target.num_captured < len(captured):  # small targets have fewer
+        differs.append(("num_captured", len(captured), config.target.num_captured))
+    for name, was, now in differs:
+        raise ResumeError(f"{folder} has {name} {was}, the settings say {now}; put it back, or start a new run")
+
+
 def load_training(run: Run, say: Callable[[str], None] = lambda line: None, whole: bool = True) -> dict[str, Any]:
-    """State of the newest complete checkpoint, with the run's record put back to it. `state["step"]` is its step.
+    """State of the newest checkpoint that can be read, with the run's record put back to it. `state["step"]` is its step.
 
     Args:
         whole: as for `load_trainer_state`.
     """
-    folder = latest_checkpoint(run.path)
-    state = load_trainer_state(folder, whole)
+    folder, state = newest_state(run.path, whole, say)
     torn = sorted(p.name for p in folder.parent.iterdir() if p.is_dir() and p.name > folder.name)
     if torn:
         say(f"passed over, not complete: {', '.join(torn)}")

@@ -69,7 +69,7 @@ class Features:
 class Target:
     """A frozen causal language model and the hooks that read it.
 
-    On a GPU it takes cuDNN out of `scaled_dot_product_attention` for the whole process (`devices.attention_without_plans`).
+    Making one takes cuDNN out of `scaled_dot_product_attention` for the whole process (`devices.attention_without_plans`).
 
     Args:
         model: a transformers causal LM with a decoder that has `layers` and returns `last_hidden_state`.
@@ -108,8 +108,7 @@ class Target:
             self.decoder.layers[index].register_forward_hook(self._make_hook(index))
             for index in self.layer_ids
         ]
-        if self.device.type == "cuda":
-            attention_without_plans()
+        attention_without_plans()
 
     # -- what others read ------------------------------------------------------------------------------------
     @property

@@ -17,8 +17,9 @@ from pathlib import Path
 
 from dflash.control import RunControl
 from dflash.environment import environment_summary
-from dflash.errors import ConfigError, DataError, RunError, TargetError
+from dflash.errors import ConfigError, DataError, ResumeError, RunError, TargetError
 from dflash.run_config import RunConfig
+from dflash.run_lock import refuse_running
 from dflash.runner.cluster import under_torchrun
 from dflash.runner.signals import graceful
 from dflash.telemetry import ENVIRONMENT_NAME, Run, metrics_path, read_metrics
@@ -27,16 +28,18 @@ from dflash.telemetry import ENVIRONMENT_NAME, Run, metrics_path, read_metrics
 def open_run(config_path: Path, config: RunConfig, resume: bool, root: Path) -> Run:
     """The run that a config file belongs to, or a new one for a file that lies elsewhere.
 
-    Raises: RunError when that run has been trained already and `resume` was not asked for.
+    Raises: RunError when that run has been trained already and `resume` was not asked for, or is being trained now.
     """
     from dflash.train_run import start_run
 
     folder = config_path.resolve().parent
-    if config_path.name != "config.yaml" or folder.parent.name != root.name:
+    in_a_run = folder.parent.name == root.name or metrics_path(folder).exists()
+    if config_path.name != "config.yaml" or not in_a_run:
         if resume:
             raise RunError(f"--resume needs the config.yaml of a run folder, which {config_path} is not; give "
                            "runs/<id>/config.yaml")
         return start_run(config, root)
+    refuse_running(folder)
     records, _ = read_metrics(metrics_path(folder))
     trained = any(record["kind"] == "step" for record in records)
     if trained and not resume:
@@ -68,7 +71,7 @@ def main(args: argparse.Namespace) -> int:
     with graceful(control) as received:
         try:
             outcome = train(run, config, control, resume=args.resume, say=lambda line: print(line, flush=True))
-        except (ConfigError, DataError, TargetError):
+        except (ConfigError, DataError, TargetError, ResumeError):
             raise
         except KeyboardInterrupt:
             return 130

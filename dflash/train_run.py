@@ -21,8 +21,9 @@ from dflash.job import Data, Job, capture_features, prepare, prepare_data
 from dflash.memory_estimate import estimate_run, refuse_what_does_not_fit
 from dflash.memory_help import explained
 from dflash.refusals import refuse_run
-from dflash.resume import load_training, same_plan, save_training
+from dflash.resume import load_training, refuse_resume, same_plan, save_training
 from dflash.run_config import RunConfig
+from dflash.run_lock import locked
 from dflash.runner.launcher import train_with_torchrun
 from dflash.runner.monitor import worker_of
 from dflash.runner.sources import fit_to, on
@@ -60,7 +61,21 @@ def train_run(run: Run, config: RunConfig, control: RunControl | None = None, *,
         data: what `prepare_data(config)` gave, if it was already called.
 
     Ctrl-C ends the run in good order with a checkpoint. Any other error is recorded and raised.
+
+    Raises: RunError where another process trains this run; ResumeError where it cannot go on with these settings. Of
+    these two nothing is recorded.
     """
+    if config.runtime.launcher == "torchrun":  # its ranks write the record
+        return train_with_torchrun(run, config, control, resume=resume, say=say)
+    with locked(run.path):
+        if resume:
+            refuse_resume(run.path, config)
+        return _recorded(run, config, control, resume, say, data)
+
+
+def _recorded(run: Run, config: RunConfig, control: RunControl | None, resume: bool, say: Callable[[str], None] | None,
+              data: Data | None) -> Outcome:
+    """`train_run` in this process, which holds the run."""
     began = time.perf_counter()
     control = control or RunControl(run.path, run.metrics)
 
@@ -69,8 +84,6 @@ def train_run(run: Run, config: RunConfig, control: RunControl | None = None, *,
         if say is not None:
             say(line)
 
-    if config.runtime.launcher == "torchrun":  # its ranks write the record
-        return train_with_torchrun(run, config, control, resume=resume, say=say)
     try:
         outcome = _train(run, config, control, resume, log, data or prepare_data(config))
     except BaseException as error:

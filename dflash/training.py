@@ -12,9 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
 from dflash.devices import Readback
 from dflash.engine import Engine, read_sums
 from dflash.errors import DFlashError, RunError

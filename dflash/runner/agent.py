@@ -10,12 +10,14 @@ several machines use torchrun itself (docs/runner.md).
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import sys
 from collections.abc import Sequence
 
 import torch.distributed as dist
 from torch.distributed import run
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
@@ -24,7 +26,10 @@ from torch.distributed.elastic.rendezvous import (
     rendezvous_handler_registry,
 )
 
+from dflash.runner.cluster import KILLED
+
 LOOPBACK = "127.0.0.1"
+_AT_ONCE = 10  # seconds; torchrun kills what does not end by its SIGTERM after 30
 
 
 class LoopbackRendezvous(RendezvousHandler):
@@ -69,12 +74,25 @@ def keep_to_loopback() -> None:
             os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
 
 
+def killed_ranks(error: ChildFailedError) -> list[tuple[int, int]]:
+    """(rank, signal) of those that a signal ended: they could not say so themselves, and the others only saw them vanish.
+    Not those that torchrun ended because another had failed."""
+    first = min(failure.timestamp for failure in error.failures.values())
+    return [(rank, -failure.exitcode) for rank, failure in sorted(error.failures.items())
+            if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM and failure.timestamp - first < _AT_ONCE]
+
+
 def main(arguments: Sequence[str]) -> None:
     """torchrun's command line; exits with its code."""
     keep_to_loopback()
     rendezvous_handler_registry.register("loopback", LoopbackRendezvous)
-    run.main(["--nnodes", "1", "--rdzv-backend", "loopback", "--rdzv-endpoint", f"{LOOPBACK}:0", "--local-addr", LOOPBACK,
-              *arguments])
+    try:
+        run.main(["--nnodes", "1", "--rdzv-backend", "loopback", "--rdzv-endpoint", f"{LOOPBACK}:0", "--local-addr",
+                  LOOPBACK, *arguments])
+    except ChildFailedError as error:
+        for rank, number in killed_ranks(error):
+            print(f"{KILLED}rank {rank} by {signal.Signals(number).name}", file=sys.stderr, flush=True)
+        raise
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from dflash.errors import ConfigError, DFlashError, RunError
 from dflash.topology import Topology
 
+KILLED = "killed by a signal: "  # begins a line of the ranks' output; what follows names the rank and the signal
 LAUNCHER = "DFLASH_LAUNCHER"  # environment variable of ranks: which process started them
 _LOOK = 0.2  # seconds between two looks for ranks that are still to come
 _BEAT = 1.0  # seconds between two signs of life

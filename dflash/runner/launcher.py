@@ -13,9 +13,10 @@ from pathlib import Path
 from dflash.checkpoint import latest_checkpoint
 from dflash.control import RunControl
 from dflash.errors import RunError
-from dflash.resume import rewind_record
+from dflash.resume import refuse_resume, rewind_record
 from dflash.run_config import RunConfig
-from dflash.runner.cluster import LAUNCHER, launcher_mark, workers
+from dflash.run_lock import locked
+from dflash.runner.cluster import KILLED, LAUNCHER, launcher_mark, workers
 from dflash.telemetry import Run, read_metrics
 from dflash.topology import decide
 from dflash.training import Outcome
@@ -43,16 +44,20 @@ def train_with_torchrun(run: Run, config: RunConfig, control: RunControl | None 
     The ranks write the run's record, so live plots follow as they do for a run in this process. Ctrl-C, or a `stop`
     from anyone, ends it after the current step with a checkpoint.
 
-    Raises: RunError with the failing rank's message and traceback.
+    Raises: RunError with the failing rank's message and traceback, or where another process trains this run; ResumeError
+        where it cannot go on with these settings.
     """
     control = control or RunControl(run.path, run.metrics)
     command = torchrun_command(workers(decide(config.runtime)), [
         "-m", "dflash", "train", "--config", str(Path(run.path) / "config.yaml"), *(["--resume"] if resume else [])])
-    if resume:
-        rewind_record(run, latest_checkpoint(run.path))  # before anyone follows the record
+    with locked(run.path):  # rank 0 holds it from here on
+        if resume:
+            refuse_resume(run.path, config)
+            rewind_record(run, latest_checkpoint(run.path))  # before anyone follows the record
     _, offset = read_metrics(run.path)
     log_path = Path(run.path) / "torchrun.log"
     with open(log_path, "ab") as log:
+        log_start = log.tell()
         child = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT,
                                  env={**child_environment(), LAUNCHER: launcher_mark()},  # ranks end when we are killed
                                  start_new_session=True)  # a terminal's Ctrl-C reaches us, and we ask rank 0
@@ -63,12 +68,31 @@ def train_with_torchrun(run: Run, config: RunConfig, control: RunControl | None 
     ends = [r for r in records if r["kind"] == "run_end"]
     faults = [r for r in records if r["kind"] == "fault"]
     if child.returncode or not ends or faults:
-        fault = faults[0] if faults else {"worker": "torchrun", "type": "RunError", "traceback": _tail(log_path),
-                                          "message": f"the ranks ended with exit code {child.returncode}"}
+        fault = _fault(run, child.returncode, faults, ends, log_path, log_start)
         raise RunError(f"{fault['worker']}: {fault['type']}: {fault['message']}\n{fault.get('traceback') or ''}"
                        f"the ranks' output is in {log_path}")
     end = ends[-1]
     return Outcome(end["status"], end.get("step") or 0, end.get("skipped_steps") or 0, end.get("acceptance_length"))
+
+
+def _fault(run: Run, code: int | None, faults: list[dict], ends: list[dict], log_path: Path, log_start: int) -> dict:
+    """What ended the ranks: the signal that killed one (the others only see it vanish), else what the first failing one
+    recorded, else the end of their output. What no rank could record is recorded here."""
+    killed = [line.removeprefix(KILLED) for line in log_path.read_bytes()[log_start:].decode(errors="replace").splitlines()
+              if line.startswith(KILLED)]
+    if not killed and faults:
+        return faults[0]
+    if killed:
+        rank, _, number = killed[0].partition(" by ")
+        worker, message = rank, f"killed by {number}; where nobody did it, the system may have run out of memory (see dmesg)"
+        message += "".join(f"; then {f['worker']}: {f['message']}" for f in faults[:1])
+    else:
+        worker, message = "torchrun", f"the ranks ended with exit code {code}"
+    error = RunError(message)
+    run.fault(error, worker=worker)
+    if not ends:
+        run.end("failed", message=f"{worker}: {message}")
+    return {"worker": worker, "type": "RunError", "message": message, "traceback": _tail(log_path)}
 
 
 def _follow(child: subprocess.Popen, run: Run, control: RunControl, offset: int,

@@ -14,7 +14,7 @@ import torch
 
 from dflash import shards
 from dflash.acceptance import evaluate_acceptance
-from dflash.checkpoint import checkpoint_folder, latest_checkpoint, load_trainer_state
+from dflash.checkpoint import checkpoint_folder, newest_state
 from dflash.compile_safety import protected
 from dflash.control import RunControl
 from dflash.data import Pack
@@ -26,8 +26,9 @@ from dflash.memory_help import explained
 from dflash.plan import Planner
 from dflash.random_target import RandomHead, is_random, random_head
 from dflash.refusals import refuse_run
-from dflash.resume import load_training, same_plan, save_training, whole_drafter
+from dflash.resume import load_training, refuse_resume, same_plan, save_training, whole_drafter
 from dflash.run_config import RunConfig
+from dflash.run_lock import locked
 from dflash.runner.cluster import Cluster, LifeLine, refusing, roles_of
 from dflash.runner.processes import ProcessEngine
 from dflash.runner.ranks import held_out_source, make_engine, run_rank, serve_target
@@ -43,11 +44,16 @@ from dflash.training import Trainer
 
 def train_rank(folder: str | Path, config: RunConfig, resume: bool = False) -> int:
     """This process's part of the run in `folder`; returns the exit code."""
-    run = Run.open(folder)
-    with refusing():
+    run, rank_zero = Run.open(folder), os.environ["RANK"] == "0"
+    with ExitStack() as held, refusing():
+        if rank_zero:
+            held.enter_context(locked(run.path))
+        if resume:
+            refuse_resume(run.path, config)
         topology = decide(config.runtime)
         refuse_run(config, topology)
         roles_of(topology, int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_WORLD_SIZE"]))
+        hold = held.pop_all()
     began = time.perf_counter()
 
     def failed(cluster: Cluster, failure: dict, error: BaseException | None) -> None:
@@ -64,7 +70,8 @@ def train_rank(folder: str | Path, config: RunConfig, resume: bool = False) -> i
         except torch.OutOfMemoryError as error:
             raise explained(error, config, cluster.name) from error
 
-    return run_rank(topology, work, config.runtime.watchdog_seconds, failed)
+    with hold:
+        return run_rank(topology, work, config.runtime.watchdog_seconds, failed)
 
 
 def _work(cluster: Cluster, life: LifeLine, run: Run, config: RunConfig, topology: Topology, resume: bool,
@@ -83,7 +90,7 @@ def _work(cluster: Cluster, life: LifeLine, run: Run, config: RunConfig, topolog
         if resume:  # rank 0 puts the record back
             whole = cluster.drafts and config.runtime.drafter_parallel == "replicate"
             state = (load_training(run, say, whole) if cluster.rank == 0 else
-                     load_trainer_state(latest_checkpoint(run.path), whole))
+                     newest_state(run.path, whole)[1])
         first_step = 1 if state is None else state["step"] + 1
         soft, metrics = config.train.soft_labels, run.metrics if cluster.node == 0 else None
         if not cluster.drafts:

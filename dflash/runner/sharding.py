@@ -29,7 +29,7 @@ from dflash.engine import Replica
 from dflash.errors import RunError
 from dflash.masks import AnchorSet
 from dflash.model import DFlashDrafter
-from dflash.optim import MasterAdamW
+from dflash.optim import MasterAdamW, finite_each
 from dflash.plan import StepPlan, WorkItem
 from dflash.run_config import TrainOptions
 from dflash.runner.cluster import Cluster
@@ -78,7 +78,7 @@ class ShardedAdamW(MasterAdamW):
 
     @torch.no_grad()
     def all_finite(self) -> Tensor:
-        self._finite = torch.isfinite(torch.stack(torch._foreach_norm(self.masters))).float()
+        self._finite = finite_each(self.masters).float()
         dist.all_reduce(self._finite, dist.ReduceOp.MIN, group=self.mesh.get_group())
         return self._finite.all()
 
