@@ -6,15 +6,17 @@ import importlib.util
 import json
 import re
 import sys
+import time
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from dflash.__main__ import main
+from dflash.bench import target
 from dflash.bench.arguments import writable
 from dflash.bench.attention import make_mask, visible_pairs
-from dflash.bench.timing import matmul_ceiling, measure
+from dflash.bench.timing import Timing, matmul_ceiling, measure
 from dflash.bench.workload import StepShape, make_drafter, make_head, make_inputs, matmul_flops
 from dflash.head_plan import HeadPlan
 
@@ -174,8 +176,23 @@ def test_target_that_is_loaded(capsys, tmp_path):
     assert row["tokens_per_second"] == pytest.approx(48 / row["seconds_median"])  # whole, so nothing is scaled
     weights = 2 * (64 * 16 * (2 * 4 + 2 * 2) + 3 * 64 * 96)  # of two layers: q, k, v, o and the MLP
     assert row["matmul_flops_per_second"] == pytest.approx(2 * weights * 48 / row["seconds_median"])
-    assert row["host_seconds"] > 0 and result["model"] == "random:tiny@2"
+    assert row["host_seconds"] == row["seconds_median"] and result["model"] == "random:tiny@2"
     assert "dense with plain capture (cpu has no Triton), 2 layers" in text
+
+
+def test_host_seconds_are_the_median_of_calls_into_an_empty_stream(monkeypatch):
+    """Without a GPU: the device is named, and its synchronize is counted."""
+    events, waits = [], iter([0.2, 0.0, 0.0, 0.0, 0.0])
+    monkeypatch.setattr(target, "synchronize", lambda device: events.append("synchronize"))
+    timing = Timing(9.0, 9.0, 9.0, 1, None, None)
+
+    def call():
+        events.append("call")
+        time.sleep(next(waits))
+
+    assert target._host_seconds(call, torch.device("cuda"), timing) < 0.1
+    assert events == ["synchronize", "call"] * 5
+    assert target._host_seconds(call, CPU, timing) == 9.0 and len(events) == 10
 
 
 @pytest.mark.parametrize("soft", [True, False])

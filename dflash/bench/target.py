@@ -8,6 +8,7 @@ instead, whole: `--model smollm2 --document 300`.
 from __future__ import annotations
 
 import argparse
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
@@ -16,7 +17,16 @@ import torch
 
 from dflash import fast_target
 from dflash.bench.arguments import add_json_argument, add_timing_arguments, whole
-from dflash.bench.timing import environment, free_memory, matmul_ceiling, measure, timing_fields, write_json
+from dflash.bench.timing import (
+    Timing,
+    environment,
+    free_memory,
+    matmul_ceiling,
+    measure,
+    synchronize,
+    timing_fields,
+    write_json,
+)
 from dflash.bench.workload import document_lengths
 from dflash.devices import device_named, dtype_named
 from dflash.errors import ConfigError
@@ -90,7 +100,7 @@ def report(name: str, target: Target, shape: TargetShape, ceiling: float, warmup
            flops_per_token: float | None = None) -> dict:
     """Measure `target.capture`, soft labels' last state included; `flops_per_token` is the shape's unless given.
 
-    `host_seconds` is what the call took before it returned: on a GPU, the time to launch it.
+    `host_seconds` is what the call took before it returned: on a GPU the time to launch it, on a CPU all of it.
     """
     call = capture_call(target, shape)
     timing = measure(call, target.device, warmup, repeats)
@@ -98,16 +108,21 @@ def report(name: str, target: Target, shape: TargetShape, ceiling: float, warmup
     flops = (shape.flops_per_token if flops_per_token is None else flops_per_token) * rate
     return {
         "name": name, "tokens_per_second": rate * shape.layers / shape.depth, **timing_fields(timing),
-        "host_seconds": _host_seconds(call, target.device), "matmul_flops_per_second": flops, "mfu": flops / ceiling,
+        "host_seconds": _host_seconds(call, target.device, timing), "matmul_flops_per_second": flops, "mfu": flops / ceiling,
     }
 
 
-def _host_seconds(call: Callable[[], object], device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    began = time.perf_counter()
-    call()
-    return time.perf_counter() - began
+def _host_seconds(call: Callable[[], object], device: torch.device, timing: Timing, repeats: int = 5) -> float:
+    """Median seconds until the call returns, each into an empty stream; on a CPU the call is the work, timed already."""
+    if device.type != "cuda":
+        return timing.median
+    seconds = []
+    for _ in range(repeats):
+        synchronize(device)
+        began = time.perf_counter()
+        call()
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds)
 
 
 def variants(device: torch.device, dtype: torch.dtype, tiny: bool = False) -> list[tuple[str, Callable[[], dict]]]:
