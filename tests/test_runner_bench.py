@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 
 import pytest
 import torch
 
 from dflash.__main__ import main
+from dflash.bench.pipeline import cpu_workers
+from dflash.run_config import RuntimeOptions
 from dflash.runner.accounting import Ledger, Rates, advice, splits
 from dflash.telemetry import Run, read_metrics
+from dflash.topology import decide
 
 
 def test_the_best_split_is_the_one_whose_slower_side_is_fastest():
@@ -55,6 +59,11 @@ def test_a_ledger_tells_work_from_waiting(tmp_path):
     assert sum(r["kind"] == "stage" for r in read_metrics(run.path)[0]) == 1  # nothing new, nothing said
 
 
+@pytest.mark.parametrize(("gpus", "target_gpus", "workers"), [("cpu", None, 1), ("cpu:2", None, 2), ("cpu:2", "cpu:3", 5)])
+def test_workers_that_share_the_cores_are_counted(gpus, target_gpus, workers):
+    assert cpu_workers(decide(RuntimeOptions(gpus=gpus, target_gpus=target_gpus), available=0)) == workers
+
+
 def test_the_bench_measures_checks_and_advises(tmp_path, capsys):
     out = tmp_path / "pipeline.json"
     assert main(["bench", "pipeline", "--shape", "tiny", "--gpus", "cpu:2", "--target-gpus", "cpu:2", "--target-layers", "4",
@@ -63,8 +72,10 @@ def test_the_bench_measures_checks_and_advises(tmp_path, capsys):
     assert result["target"]["tokens_per_second"] > 0 and result["pipeline"]["finite"]
     pipeline, tokens = result["pipeline"], 2 * result["shape"]["tokens"]  # two drafters, a pack each
     assert pipeline["tokens_per_second"] * pipeline["step_seconds"] == pytest.approx(tokens)
-    assert len(pipeline["losses"]) == 10
+    assert len(pipeline["losses"]) == 10 and pipeline["seconds"] == pytest.approx(pipeline["step_seconds"] / 2)
     assert result["checks"]["stamped packs, depth 8"]["mismatched_elements"] == 0
     assert result["checks"]["losses of the serial reference"]["worst_relative_difference"] < 1e-5
     shown = capsys.readouterr().out
+    assert re.search(rf"^pipeline +[\d,]+ +{pipeline['seconds']:.3f} ", shown, re.M)  # of a pack, as the rows above
+    assert "4 CPU workers share the cores of one machine" in shown
     assert "best of 8" in shown and "of its slower side" in shown

@@ -152,9 +152,17 @@ def measure_pipeline(case: Case, topology: Topology, steps: int, depth: int = 2,
     result["slower_side"] = min(fed, eaten)
     result["bound_by"] = "both in turn" if topology.shared else "targets" if fed < eaten else "drafters"
     result["of_slower_side"] = result["pipeline"]["tokens_per_second"] / result["slower_side"]
+    result["pipeline"]["seconds"] = case.shape.tokens / result["pipeline"]["tokens_per_second"]  # a pack, as above
+    result["cpu_workers"] = cpu_workers(topology)
     result["rates"] = vars(rates)
     result["ceilings"] = {str(d): c for d, c in ceilings.items()}
     return result
+
+
+def cpu_workers(topology: Topology) -> int:
+    """Workers that compute on the CPU at the same time; a drafter and a target that take turns are one."""
+    targets = () if topology.paired else [device for devices in topology.targets for device in devices]
+    return sum(device.type == "cpu" for device in (*topology.drafters, *targets))
 
 
 def table(result: dict) -> str:
@@ -165,8 +173,11 @@ def table(result: dict) -> str:
         peak = "-" if r["peak_bytes"] is None else f"{r['peak_bytes'] / 2**30:.1f}"
         lines.append(f"{name:10} {r['tokens_per_second']:>9,.0f} {r['seconds']:>9.3f} {r['mfu']:>5.2f} {peak:>8}")
     p = result["pipeline"]
-    lines.append(f"{'pipeline':10} {p['tokens_per_second']:>9,.0f} {p['step_seconds']:>9.3f}  "
+    lines.append(f"{'pipeline':10} {p['tokens_per_second']:>9,.0f} {p['seconds']:>9.3f}  "
                  f"{result['of_slower_side']:.1%} of its slower side ({result['bound_by']})")
+    if result["cpu_workers"] > 1:
+        lines.append(f"{result['cpu_workers']} CPU workers share the cores of one machine, so the percentage of the slower "
+                     "side says nothing about devices")
     for name, w in p["workers"].items():
         lines.append(f"  {name:12} busy {w['busy']:8.2f} s, waiting {w['wait']:8.2f} s")
     for device, m in p["memory"].items():
