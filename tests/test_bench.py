@@ -149,7 +149,8 @@ def test_attention(capsys, tmp_path):
                        "--repeats", "2")
     assert [r["backend"] for r in result["results"]] == ["sdpa", "sdpa_chunked"]
     for row in result["results"]:
-        assert row["both"]["seconds_median"] > row["forward"]["seconds_fastest"] > 0
+        for name, flops in (("forward", row["visible_flops"]), ("both", 3.5 * row["visible_flops"])):
+            assert row[name]["flops_per_second"] == pytest.approx(flops / row[name]["seconds_median"])
     assert "sdpa_chunked" in text
 
 
