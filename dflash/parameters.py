@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import ast
 import difflib
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
-
-import nbformat
+from typing import TYPE_CHECKING, Any
 
 from .errors import ConfigError, RunError
 from .run_config import coerce, setting_names
 
+if TYPE_CHECKING:
+    import nbformat
+
 TYPES = {"int": int, "float": float, "str": str, "bool": bool, "list": list, "dict": dict, "tuple": tuple}
 TAG = "parameters"
+INJECTED = "# Parameters\n"  # how papermill begins the cell that it puts after the parameters cell
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,8 @@ class Parameter:
 
 def read_notebook(notebook: str | Path) -> nbformat.NotebookNode:
     """RunError for a file that is not there, naming its neighbours, or that is no notebook."""
+    import nbformat  # not at the top: a notebook that checks its own variables needs none
+
     notebook = Path(notebook)
     try:
         return nbformat.read(notebook, as_version=4)
@@ -70,10 +74,15 @@ def declared_parameters(notebook: nbformat.NotebookNode) -> dict[str, Parameter]
     if cell is None:
         return {}
     try:
-        body = ast.parse(cell.source).body
+        return _assigned(cell.source)
     except SyntaxError as error:
         raise ConfigError(f"the parameters cell is not Python: line {error.lineno}: {error.msg}") from error
-    lines = cell.source.splitlines()
+
+
+def _assigned(source: str) -> dict[str, Parameter]:
+    """The variables that lines of a cell set to plain values. SyntaxError for what is not Python."""
+    body = ast.parse(source).body
+    lines = source.splitlines()
     found = {}
     for node in body:
         if not isinstance(node, (ast.AnnAssign, ast.Assign)) or node.value is None:
@@ -100,7 +109,7 @@ def accepted_parameters(notebook: nbformat.NotebookNode) -> dict[str, Parameter]
 
 
 def check_parameters(declared: Mapping[str, Parameter], given: Mapping[str, Any],
-                     also: Mapping[str, Parameter] | None = None) -> dict[str, Any]:
+                     also: Collection[str] = ()) -> dict[str, Any]:
     """`given` with the declared types. ConfigError for an unknown name (with the nearest one) or a wrong value.
 
     Args:
@@ -108,16 +117,53 @@ def check_parameters(declared: Mapping[str, Parameter], given: Mapping[str, Any]
     """
     checked = {}
     for name, value in given.items():
-        if name not in declared and name in (also or {}):
+        if name not in declared and name in also:
             checked[name] = value
             continue
         if name not in declared:
-            near = difflib.get_close_matches(name, [*declared, *(also or {})], n=1, cutoff=0.5)
+            near = difflib.get_close_matches(name, [*declared, *also], n=1, cutoff=0.5)
             hint = f"did you mean {near[0]}? " if near else ""
             known = ", ".join(declared) or "none (it has no cell tagged 'parameters')"
             raise ConfigError(f"the notebook has no parameter {name!r}; {hint}Its parameters: {known}")
         checked[name] = declared[name].coerce(value)
     return checked
+
+
+def check_variables(namespace: dict[str, Any], also: Collection[str] = ()) -> tuple[str, ...]:
+    """The same check from inside a running notebook, for one that plain papermill started.
+
+    IPython's `In` holds the cells that ran: the newest one with annotated lines declares the parameters, and the one
+    after it is papermill's, if it is. Where there is no `In` nothing is checked.
+
+    Args:
+        namespace: the notebook's `globals()`; its parameters are set to their declared types.
+        also: names that are taken as they come, because something else checks them (`setting_names`).
+
+    Returns the declared names. Raises ConfigError as `check_parameters` does.
+    """
+    cells = list(namespace.get("In", ()))
+    for place in reversed(range(len(cells))):
+        declared = {name: p for name, p in _assigned_or_none(cells[place]).items() if p.annotation}
+        if declared:
+            break
+    else:
+        return ()
+    after = cells[place + 1] if place + 1 < len(cells) else ""
+    given = [*declared, *(_assigned_or_none(after) if after.startswith(INJECTED) else ())]
+    types = {name: replace(p, annotation="") if name in also else p for name, p in declared.items()}
+    try:
+        namespace.update(check_parameters(types, {name: namespace[name] for name in given if name in namespace}, also))
+    except ConfigError as error:
+        hint = "; papermill reads -p values as numbers where it can, and passes text as it is with -r NAME VALUE"
+        raise ConfigError(f"{error}{hint if 'must be str' in str(error) else ''}") from None
+    return tuple(declared)
+
+
+def _assigned_or_none(source: str) -> dict[str, Parameter]:
+    try:
+        return _assigned(source)
+    except SyntaxError:
+        return {}
 
 
 def help_text(declared: Mapping[str, Parameter]) -> str:

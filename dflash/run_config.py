@@ -95,7 +95,7 @@ class TrainOptions:
     """Optimisation."""
 
     steps: int = 400
-    max_minutes: float | None = None  # plan fewer steps when this many minutes of training would not hold them
+    max_minutes: float | None = None  # plan fewer steps if the first ones say that all take longer; estimated once, no limit
     packs_per_step: int = 1  # packs whose gradients make one step, over all replicas
     lr: float = 1e-3
     warmup_steps: int = 20

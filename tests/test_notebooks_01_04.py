@@ -111,6 +111,9 @@ def test_what_parameters_name():
     ("02_drafter_forward", {"size": "smal"}, "size has 'smal'; wanted auto, or of full, small"),
     ("03_warmup", {"cache_backend": "eagr"}, "cache_backend has 'eagr'"),
     ("04_threaded_launch", {"probes": "fx_flag_rac"}, "probes has 'fx_flag_rac'"),
+    ("01_standalone_kernel", {"nosuch": 3}, "no parameter 'nosuch'; .*Its parameters: device, repeats, seed"),
+    ("02_drafter_forward", {"tokens": "many"}, "tokens must be int, got 'many'"),
+    ("03_warmup", {"call": 20}, r"no parameter 'call'; did you mean calls\?"),
 ])
 def test_notebooks_refuse_before_they_measure(tmp_path, name, parameters, message):
     with pytest.raises(PapermillExecutionError, match=message):

@@ -8,8 +8,8 @@
 the interactive view.
 """
 
-from .live import LiveDashboard, NullDashboard, show_run
+from .live import LIVE, LiveDashboard, NullDashboard, show_run
 from .panels import PANELS, build_panels
 from .series import RunSeries
 
-__all__ = ["PANELS", "LiveDashboard", "NullDashboard", "RunSeries", "build_panels", "show_run"]
+__all__ = ["LIVE", "PANELS", "LiveDashboard", "NullDashboard", "RunSeries", "build_panels", "show_run"]
