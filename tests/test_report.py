@@ -100,6 +100,21 @@ def test_examples_are_coloured_escaped_and_readable(finished):
     assert readable("plain question") == "plain question"
 
 
+def test_code_keeps_its_indentation_in_both_places_of_a_report(tmp_path):
+    texts = ["def f():", "\n    ", "if x:\n", "        ", "return 1"]
+    content = {"prompts": [{"prompt": "p", "chunks": [{"text": text, "accepted": 0} for text in texts]}]}
+    (tmp_path / "evaluation.json").write_text(json.dumps(content))
+    cell = nbformat.v4.new_code_cell("show()", execution_count=1)
+    cell.outputs = [nbformat.v4.new_output("display_data", data={"text/html": examples_html(content)})]
+    nbformat.write(nbformat.v4.new_notebook(cells=[cell]), tmp_path / "n.ipynb")
+    write_run(tmp_path, "r", steps=4, config=CONFIG)
+    for name in ("evaluation.json", "n.ipynb"):
+        (tmp_path / name).rename(tmp_path / "r" / name)
+    page = build_report(tmp_path / "r" / "n.ipynb", static=True).read_text()
+    answers = re.findall(r'<pre class="answer"[^>]*>(.*?)</pre>', page, flags=re.S)
+    assert [re.sub("<[^>]+>", "", answer) for answer in answers] == ["".join(texts)] * 2
+
+
 def test_a_broken_evaluation_record_is_named(tmp_path):
     (tmp_path / "evaluation.json").write_text('{"prompts": [{"text": 1}]}')
     with pytest.raises(DataError, match="is no evaluation record"):

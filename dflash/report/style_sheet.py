@@ -61,7 +61,7 @@ pre.wrap { white-space:pre-wrap; }
 @media (max-width:860px) { .columns { grid-template-columns:1fr; } }
 .example { background:var(--card); border:1px solid var(--rule); border-radius:8px; padding:10px 16px;
   margin:10px 0; }
-.example .prompt { font-weight:600; margin:4px 0; white-space:pre-wrap; } .example .answer { margin:6px 0; }
+.example .prompt { font-weight:600; margin:4px 0; white-space:pre-wrap; }
 .facts, .legend { color:var(--soft); font-size:12.5px; margin:4px 0; }
 .legend span { color:var(--ink); }
 .failure { border-left:4px solid var(--bad); padding:2px 0 2px 16px; margin:18px 0; }
