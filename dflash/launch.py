@@ -60,14 +60,16 @@ def run_notebook(
 ) -> Launched:
     """Execute `notebook` into `out`, then build the report beside it whatever happened.
 
-    ConfigError for a wrong parameter, RunError for a missing notebook or kernel; a failing cell is no exception here
-    but a code in the result.
+    ConfigError for a wrong parameter or time limit, RunError for a missing notebook or kernel, or where no cell could be
+    run; a failing cell is no exception here but a code in the result.
     """
     import papermill
     from nbclient.exceptions import DeadKernelError
     from papermill.exceptions import PapermillExecutionError
 
     notebook, out = Path(notebook), Path(out)
+    if cell_timeout is not None and cell_timeout < 1:
+        raise ConfigError(f"the time limit of a cell must be at least 1 second, got {cell_timeout}; leave it out for none")
     source = read_notebook(notebook)
     declared = declared_parameters(source)
     checked = check_parameters(declared, parameters or {}, accepted_parameters(source))
@@ -79,8 +81,10 @@ def run_notebook(
         raise RunError(f"{out.parent} already holds a run, and its report would be overwritten; name another folder, or "
                        f"go on with it: python -m dflash train --config {out.parent / 'config.yaml'} --resume")
     kernel = kernel or source.metadata.get("kernelspec", {}).get("name") or "python3"
+    _refuse_kernel(kernel)
+    before = out.exists()
     out.parent.mkdir(parents=True, exist_ok=True)
-    start, code = time.monotonic(), OK
+    start, code, reason = time.monotonic(), OK, ""
     try:
         with _terminate_as_interrupt():
             papermill.execute_notebook(
@@ -94,18 +98,38 @@ def run_notebook(
     except KeyboardInterrupt:
         code = INTERRUPTED
     except Exception as error:
-        if not out.exists():
-            raise RunError(f"{notebook} could not be started: {type(error).__name__}: {error}") from error
+        reason = f"{type(error).__name__}: {error}"
+        if not out.exists() or verdict(nbformat.read(out, as_version=4)).status == "not run":
+            if not before:
+                out.unlink(missing_ok=True)  # papermill writes an untouched copy before it starts a kernel
+            raise RunError(f"{notebook} could not be started: {reason}") from error
         code = CELL_FAILED
-    return _conclude(code, out, time.monotonic() - start, static)
+    return _conclude(code, out, time.monotonic() - start, static, reason)
 
 
-def _conclude(code: int, out: Path, seconds: float, static: bool) -> Launched:
-    """Judge the output by its cells, mark what papermill leaves unmarked, and build the report."""
+def _refuse_kernel(name: str) -> None:
+    """RunError for a kernel that is not installed, with those that are."""
+    from jupyter_client.kernelspec import KernelSpecManager, NoSuchKernel
+
+    kernels = KernelSpecManager()
+    try:
+        kernels.get_kernel_spec(name)
+    except NoSuchKernel:
+        there = ", ".join(sorted(kernels.find_kernel_specs())) or "none; pip install ipykernel"
+        raise RunError(f"there is no kernel {name!r}; name one with -k, there are: {there}") from None
+
+
+def _conclude(code: int, out: Path, seconds: float, static: bool, reason: str = "") -> Launched:
+    """Judge the output by its cells, mark what papermill leaves unmarked, and build the report.
+
+    `reason` is what ended it where that is not what a cell raised, for example a time limit.
+    """
     executed = nbformat.read(out, as_version=4)
     outcome = verdict(executed)
     if code == OK and not outcome.good:
         code = KILLED if outcome.status == "killed" else CELL_FAILED
+    if reason:
+        outcome = Verdict("failed", outcome.cell, outcome.source, reason, outcome.traceback)
     if code == INTERRUPTED and outcome.status == "killed":
         outcome = Verdict("failed", outcome.cell, outcome.source, "interrupted from outside while this cell ran")
     if code != OK:

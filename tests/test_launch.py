@@ -16,7 +16,8 @@ from synthetic_run import write_run
 from dflash.__main__ import main as command_line
 from dflash.errors import ConfigError, RunError
 from dflash.launch import CELL_FAILED, INTERRUPTED, KILLED, OK, parameters_from, run_notebook
-from dflash.parameters import accepted_parameters, check_parameters, declared_parameters, help_text
+from dflash.parameters import accepted_parameters, check_parameters, check_variables, declared_parameters, help_text
+from dflash.run_config import RunConfig
 from dflash.telemetry import Run, read_metrics
 
 ROOT = str(Path(__file__).parent.parent)
@@ -77,12 +78,53 @@ def test_a_notebook_of_settings_takes_every_setting_of_a_run():
     assert accepted_parameters(other) == declared_parameters(other)
 
 
+def test_a_running_notebook_checks_its_own_variables():
+    cells = ["", "import os", "%not python", PARAMETERS, "# Parameters\nsteps = '20'\nsoft = 'false'\n", "steps"]
+    names = {"In": cells, "gpus": 5, "steps": "20", "lr": 1, "soft": "false", "run_id": "", "other": "x"}
+    assert check_variables(names) == ("gpus", "steps", "lr", "soft", "run_id")
+    assert (names["steps"], names["lr"], names["soft"], names["other"]) == (20, 1.0, False, "x")
+    assert check_variables({"steps": "many"}) == (), "nothing to read the declarations from"
+    names["steps"] = "many"
+    assert check_variables(names, also=("steps",)) and names["steps"] == "many"
+    with pytest.raises(ConfigError, match="steps must be int, got 'many'"):
+        check_variables(names)
+    misspelt = {**names, "stepz": 3, "In": [PARAMETERS, "# Parameters\nstepz = 3\n"]}
+    with pytest.raises(ConfigError, match=r"no parameter 'stepz'; did you mean steps\?"):
+        check_variables(misspelt, also=("steps",))
+    with pytest.raises(ConfigError, match="run_id must be str, got 7 .*-r NAME VALUE"):
+        check_variables({**names, "steps": 3, "run_id": 7})
+    own = {name: "x" for name in ("run_id", "runs_dir", "live", "background", "decode_prompts", "min_acceptance")}
+    assert RunConfig.from_namespace(own) == RunConfig(), "no name of the notebook's own is nearly a setting's"
+
+
 def test_nothing_runs_and_nothing_is_written_on_a_wrong_parameter(notebook, tmp_path, capsys):
     out = tmp_path / "runs" / "x" / "report.ipynb"
     assert command_line(["run", str(notebook), str(out), "-p", "gpuz", "5"]) == 2
     assert "did you mean gpus?" in capsys.readouterr().err and not out.parent.exists()
     with pytest.raises(RunError, match="there is no notebook .*; .* has n.ipynb"):
         run_notebook(tmp_path / "m.ipynb", out)
+
+
+def test_what_cannot_start_says_why_and_leaves_nothing(notebook, tmp_path, capsys, monkeypatch):
+    out = tmp_path / "runs" / "x" / "report.ipynb"
+    assert command_line(["run", str(notebook), str(out), "-k", "nosuch"]) == 2
+    assert "there is no kernel 'nosuch'; name one with -k, there are: " in capsys.readouterr().err
+    assert command_line(["run", str(notebook), str(out), "--cell-timeout", "-5"]) == 2
+    assert "must be at least 1 second, got -5" in capsys.readouterr().err and not (tmp_path / "runs").exists()
+
+    def broken(source, copy, **options):
+        Path(copy).write_text(Path(source).read_text())
+        raise OSError("no sockets left")
+
+    monkeypatch.setattr("papermill.execute_notebook", broken)
+    assert command_line(["run", str(notebook), str(out)]) == 2
+    assert "could not be started: OSError: no sockets left" in capsys.readouterr().err and not list(out.parent.iterdir())
+
+
+def test_a_cell_past_its_time_limit_is_named(tmp_path, capsys):
+    path = write_notebook(tmp_path / "n.ipynb", "x: int = 1", "import time; time.sleep(60)")
+    assert command_line(["run", str(path), str(tmp_path / "out.ipynb"), "--static", "--cell-timeout", "2"]) == CELL_FAILED
+    assert "Timeout" in capsys.readouterr().err
 
 
 def test_yaml_parameters(tmp_path):
