@@ -205,10 +205,13 @@ def add_parser(subparsers: Any) -> None:
 
 
 def main(arguments: Any) -> int:
-    """Write the wish; the run acts on it at its next step boundary."""
+    """Write the wish; the run acts on it at its next step boundary. RunError for a folder that is no run's."""
+    from .telemetry import holds_run
+
     folder = Path(arguments.folder)
-    if not folder.is_dir():
-        raise RunError(f"{folder} is no folder; give the folder of a run, for example runs/20260101-120000")
+    if not folder.is_dir() or not holds_run(folder):
+        what = "holds no run" if folder.is_dir() else "is no folder"
+        raise RunError(f"{folder} {what}; give the folder of a run, for example runs/20260101-120000")
     RunControl(folder).ask(arguments.action)
     print(f"asked {folder.name} to {arguments.action}")
     return 0

@@ -13,6 +13,7 @@ import pytest
 import torch
 import yaml
 
+from dflash.__main__ import main
 from dflash.background import BackgroundRun
 from dflash.control import RunControl
 from dflash.errors import RunError
@@ -165,6 +166,15 @@ def test_the_sampler_sees_this_process(run):
     assert len(samples) >= 3
     assert all(s["device"] == "cpu" and s["used"] > 64 << 20 and s["total"] > s["used"] for s in samples)
     assert samples[-1]["peak"] >= samples[-1]["used"] - 1 and samples[1]["utilization"] > 0
+
+
+def test_a_folder_that_is_no_run_is_not_asked_anything(run, tmp_path, capsys):
+    (tmp_path / "d").mkdir()
+    for folder, what in ((tmp_path / "d", "holds no run"), (tmp_path / "absent", "is no folder")):
+        assert main(["control", str(folder), "stop"]) == 2
+        assert f"{folder} {what}; give the folder of a run" in capsys.readouterr().err
+    assert not list((tmp_path / "d").iterdir())
+    assert main(["control", str(run.path), "stop"]) == 0 and (run.path / "control.json").exists()
 
 
 def test_control_reaches_another_process_by_its_file(run):
