@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from dflash.target import Features
 
 Say = Callable[[str], None]
+_UNRECORDED = 2  # steps that a run which crashed may have begun after the last one on its record
 
 
 @dataclass
@@ -172,7 +173,7 @@ def replay(run_path: str | Path, step: int, device: str = "cpu", say: Say = lamb
         walk: take the steps between the checkpoint and `step` again; False starts from the checkpoint's weights as they
             are, which is quick and not exact.
 
-    Raises: RunError for a step that the run does not have.
+    Raises: RunError, before anything is loaded, for a step that the run did not come to.
     """
     from dflash.job import prepare
 
@@ -180,6 +181,7 @@ def replay(run_path: str | Path, step: int, device: str = "cpu", say: Say = lamb
     config = RunConfig.load(run_path / "config.yaml")
     if not 1 <= step <= config.train.steps:
         raise RunError(f"the run at {run_path} has steps 1 to {config.train.steps}, got step {step}")
+    recorded = _recorded(run_path, step)
     config = replace(config, train=replace(config.train, dtype=_recorded_dtype(run_path, config)))
     job = prepare(config, drafter_device=device, say=say)
     replica, total = Replica(job.drafter, config.train), config.train.steps
@@ -192,7 +194,7 @@ def replay(run_path: str | Path, step: int, device: str = "cpu", say: Say = lamb
         say(f"from the checkpoint of step {start}")
     first = start + 1 if walk else step
     finite, packs, loss, norm = replay_step(step, job.planner, job.source, replica, total, first, say)
-    result = Replay(step, start, finite, loss, norm, _recorded(run_path, step), packs)
+    result = Replay(step, start, finite, loss, norm, recorded, packs)
     (run_path / f"replay-step-{step}.json").write_text(json.dumps(plain(asdict(result)), indent=1))
     return result
 
@@ -212,9 +214,15 @@ def _recorded_dtype(run_path: Path, config: RunConfig) -> str:
 
 
 def _recorded(run_path: Path, step: int) -> dict:
-    """The newest record of the step; empty where there is none."""
-    found = [r for r in read_metrics(run_path)[0] if r["kind"] == "step" and r["step"] == step]
-    return found[-1] if found else {}
+    """The newest record of the step; empty for one that the run may have failed in. RunError for one it never came to."""
+    records, _ = read_metrics(run_path)
+    if not records:
+        raise RunError(f"{run_path} has no record (metrics.jsonl) of any step; give the folder of a run that was trained")
+    steps = [r for r in records if r["kind"] == "step"]
+    last = max((r["step"] for r in steps), default=0)
+    if step > last + _UNRECORDED:
+        raise RunError(f"the record of {run_path} ends at step {last}, got step {step}; give one that was taken")
+    return next((r for r in reversed(steps) if r["step"] == step), {})
 
 
 def main(args: argparse.Namespace) -> int:

@@ -59,6 +59,24 @@ def test_a_step_that_is_not_there_is_refused(trained, capsys):
     assert main(["replay", "--run", str(trained), "--step", "0", "--device", "cpu"]) == 2
 
 
+def test_a_step_that_was_not_taken_is_refused_before_anything_is_loaded(trained, tmp_path, monkeypatch):
+    monkeypatch.setattr("dflash.job.prepare", lambda *given, **more: pytest.fail("the target was loaded"))
+    folder = tmp_path / "r"
+    folder.mkdir()
+    (folder / "config.yaml").write_text("{}")
+    with pytest.raises(RunError, match="r has no record .metrics.jsonl. of any step; give the folder of a run"):
+        replay(folder, 3)
+    lines = (trained / "metrics.jsonl").read_text().splitlines(keepends=True)
+    kept = [line for line in lines if json.loads(line)["kind"] != "step" or json.loads(line)["step"] <= 3]
+    (folder / "metrics.jsonl").write_text("".join(kept))
+    with pytest.raises(RunError, match="ends at step 3, got step 6; give one that was taken"):
+        replay(folder, 6)
+    assert not list(folder.glob("replay-*"))
+    monkeypatch.undo()
+    (folder / "config.yaml").write_text((trained / "config.yaml").read_text())
+    assert replay(folder, 4).recorded == {}, "the step that a run crashed in is not on its record"
+
+
 def test_a_skipped_step_says_how_to_replay_it(tmp_path):
     settings = options(steps=4, packs_per_step=1)
     trainer = make_trainer(tmp_path, settings, source=Poisoned(OnlineFeatures(first_replica(settings)[0]), {3}))
