@@ -14,6 +14,8 @@ from typing import Any
 
 from dflash.errors import ConfigError
 
+SEEDS = range(-(2**63), 2**63)  # what torch's generators take
+
 
 @dataclass(frozen=True)
 class DrafterConfig:

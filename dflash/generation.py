@@ -9,6 +9,7 @@ once.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -16,6 +17,7 @@ from dataclasses import asdict, dataclass
 import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
+from dflash.config import SEEDS
 from dflash.errors import ConfigError, RunError
 
 ENGINES = ("static", "continuous", "plain")
@@ -30,10 +32,12 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self):
-        if not self.temperature >= 0:
-            raise ConfigError(f"temperature is {self.temperature}; wanted 0 (greedy) or more")
+        if not 0 <= self.temperature < math.inf:
+            raise ConfigError(f"temperature is {self.temperature}; wanted 0 (greedy) or more, and finite")
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"top_p is {self.top_p}; wanted above 0 and at most 1")
+        if self.seed not in SEEDS:
+            raise ConfigError(f"seed is {self.seed}; wanted -2**63 to 2**63 - 1")
 
     def record(self) -> dict:
         """What is written beside each answer."""

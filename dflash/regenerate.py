@@ -25,6 +25,7 @@ from tqdm import tqdm
 from dflash.endpoint import Endpoint
 from dflash.errors import ConfigError, DataError
 from dflash.generation import ENGINES, Answer, Generator, Sampling, tokens_per_second
+from dflash.isolation.choices import refuse_below
 from dflash.prompts import make_prompts, prompts_in
 from dflash.random_target import NOTHING_TO_DECODE, is_random
 from dflash.target import Target, load_target
@@ -268,8 +269,27 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+def _samplings(options: argparse.Namespace) -> list[tuple[Sampling, float]]:
+    """How to draw, and for which first share of the questions."""
+    found = [(Sampling(options.temperature, options.top_p, options.seed), 1.0)]
+    if options.sampled_share:
+        found.append((Sampling(options.sampled_temperature, options.top_p, options.seed), options.sampled_share))
+    return found
+
+
+def _refuse_numbers(options: argparse.Namespace) -> None:
+    """ConfigError for a number that cannot work, before any file is read and any target loaded."""
+    refuse_below(1, max_new_tokens=options.max_new_tokens, batch_size=options.batch_size,
+                 limit=1 if options.limit is None else options.limit)
+    refuse_below(0, trial_seconds=options.trial_seconds, seconds=0 if options.seconds is None else options.seconds)
+    if not 0 <= options.sampled_share <= 1:
+        raise ConfigError(f"sampled_share is {options.sampled_share}; wanted a share of the prompts, 0 to 1")
+    _samplings(options)
+
+
 def main(options: argparse.Namespace) -> int:
     """Run the command; the last line on stdout is a JSON summary."""
+    _refuse_numbers(options)
     known = set().union(*(prompts_in(path) for path in options.exclude)) if options.exclude else set()
     if options.prompts == "builtin":
         questions = [[{"role": "user", "content": text}] for text in make_prompts(known)]
@@ -280,11 +300,7 @@ def main(options: argparse.Namespace) -> int:
     questions = questions[: options.limit]
     if not questions:
         raise DataError(f"no prompts in {options.prompts}")
-    samplings = [(Sampling(options.temperature, options.top_p, options.seed), 1.0)]
-    if options.sampled_share:
-        samplings.append(
-            (Sampling(options.sampled_temperature, options.top_p, options.seed), options.sampled_share)
-        )
+    samplings = _samplings(options)
     target, endpoint = None, None
     settings = {"target": options.target, "max_new_tokens": options.max_new_tokens}
     if options.endpoint:

@@ -48,6 +48,24 @@ def saved_target(tmp_path):
     return tmp_path / "target"
 
 
+@pytest.mark.parametrize(("option", "value", "message"), [
+    ("--max-new-tokens", 0, "max_new_tokens must be at least 1, got 0"),
+    ("--batch-size", -1, "batch_size must be at least 1, got -1"),
+    ("--limit", 0, "limit must be at least 1, got 0"),
+    ("--seconds", -1, "seconds must be at least 0"),
+    ("--trial-seconds", "nan", "trial_seconds must be at least 0"),
+    ("--sampled-share", 2, "sampled_share is 2.0; wanted a share of the prompts, 0 to 1"),
+    ("--top-p", 0, "top_p is 0.0"),
+    ("--temperature", "inf", "temperature is inf"),
+    ("--seed", 10**20, "seed is 1"),
+])
+def test_numbers_that_cannot_work_are_refused_before_the_target_is_loaded(tmp_path, monkeypatch, option, value, message):
+    monkeypatch.setattr(regenerate, "load_target", lambda *given: pytest.fail("the target was loaded"))
+    with pytest.raises(ConfigError, match=message):
+        run("--out", tmp_path / "f", option, value)
+    assert not list(tmp_path.iterdir())
+
+
 def prompts_file(tmp_path, count=12):
     path = tmp_path / "prompts.txt"
     path.write_text("".join(f"question {number}\n" for number in range(count)))
