@@ -20,7 +20,7 @@ from typing import Any
 import yaml
 
 from dflash.attention import BACKENDS
-from dflash.config import refuse_unknown
+from dflash.config import SEEDS, refuse_unknown
 from dflash.errors import ConfigError
 from dflash.fp8_head import PRECISIONS
 
@@ -120,10 +120,8 @@ class TrainOptions:
             _require(getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}")
         for name in ("eval_every", "checkpoint_every"):
             _require(getattr(self, name) >= 0, f"{name} must be at least 1, or 0 for never, got {getattr(self, name)}")
-        _require(self.lr > 0 and math.isfinite(self.lr), f"lr must be positive, got {self.lr}")
-        for name in ("weight_decay", "cache_gib"):
-            _require(0 <= getattr(self, name) < math.inf, f"{name} must be at least 0, got {getattr(self, name)}")
-        _require(0 <= self.min_lr_ratio <= 1, f"min_lr_ratio must lie in 0..1, got {self.min_lr_ratio}")
+        _require(0 < self.lr < math.inf, f"lr must be positive and finite, got {self.lr}")
+        _require(self.seed in SEEDS, f"seed must be between -2**63 and 2**63 - 1, got {self.seed}")
         _require(self.warmup_steps >= 0, f"warmup_steps must be at least 0, got {self.warmup_steps}")
         _require(self.max_grad_norm > 0, f"max_grad_norm must be positive, got {self.max_grad_norm}")
         _require(self.max_minutes is None or 0 < self.max_minutes < math.inf,
@@ -181,6 +179,11 @@ class RunConfig:
     train: TrainOptions = field(default_factory=TrainOptions)
     runtime: RuntimeOptions = field(default_factory=RuntimeOptions)
 
+    def __post_init__(self) -> None:
+        _require(self.drafter.block_size <= self.data.pack_length,
+                 f"block_size {self.drafter.block_size} does not fit into a pack of pack_length {self.data.pack_length} "
+                 "tokens; make the block smaller or the pack longer")
+
     @classmethod
     def from_parameters(cls, **parameters: Any) -> RunConfig:
         """From flat names, as a notebook or a command line has them; values are coerced by declared type.
@@ -229,7 +232,7 @@ class RunConfig:
         """Read a config.yaml. Raises ConfigError naming the file when it is not one."""
         try:
             values = yaml.safe_load(Path(path).read_text())
-        except (OSError, yaml.YAMLError) as error:
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
             raise ConfigError(f"cannot read the config file {path}: {' '.join(str(error).split())}") from None
         if not isinstance(values, Mapping):
             raise ConfigError(f"{path} must hold sections {', '.join(_SECTIONS)}, got {type(values).__name__}")

@@ -55,9 +55,12 @@ def test_values_are_read_by_declared_type(name, given, wanted):
         ({"block_size": 1}, "block_size must be at least 2"),
         ({"lr": 0}, "lr must be positive"),
         ({"lr": "nan"}, "lr must be positive"),
-        ({"weight_decay": -1}, "weight_decay must be at least 0"),
-        ({"cache_gib": "-1"}, "cache_gib must be at least 0"),
-        ({"min_lr_ratio": 2}, "min_lr_ratio must lie in 0..1"),
+        ({"lr": float("inf")}, "lr must be positive and finite, got inf"),
+        ({"seed": 10**20 - 1}, "seed must be between -2..63 and 2..63 - 1, got 99999999999999999999"),
+        ({"block_size": 300, "pack_length": 256}, "block_size 300 does not fit into a pack of pack_length 256"),
+        ({"weight_decay": -1}, "weight_decay must be finite and at least 0"),
+        ({"cache_gib": "-1"}, "cache_gib must be finite and at least 0"),
+        ({"min_lr_ratio": 2}, "min_lr_ratio must be between 0 and 1"),
         ({"gamma": -1}, "gamma must be a finite number"),
         ({"attention": "dense"}, "attention must be auto, flex, triton"),
         ({"pack_length": 3}, "pack_length must be at least 16"),
@@ -84,8 +87,10 @@ def test_files_are_refused_with_the_nearest_name(tmp_path):
         file.write_text(text)
         with pytest.raises(ConfigError, match=message):
             RunConfig.load(file)
-    with pytest.raises(ConfigError, match="cannot read the config file"):
-        RunConfig.load(tmp_path / "absent.yaml")
+    file.write_bytes(b"\x89PNG\r\n\xff\xfe\x00")
+    for path in (file, tmp_path / "absent.yaml"):
+        with pytest.raises(ConfigError, match=f"cannot read the config file {path}"):
+            RunConfig.load(path)
 
 
 def test_a_notebooks_variables_are_read_and_near_misses_refused():
