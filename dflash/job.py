@@ -32,7 +32,7 @@ from dflash.losses import describe_decay
 from dflash.model import DFlashDrafter
 from dflash.plan import Planner
 from dflash.random_target import RandomHead, is_random
-from dflash.run_config import RunConfig
+from dflash.run_config import RunConfig, TargetOptions
 from dflash.target import (
     Target,
     choose_mask_token_id,
@@ -87,7 +87,7 @@ def prepare_data(config: RunConfig) -> Data:
     layers = model_config.num_hidden_layers
     config = like_its_start(config)
     wanted = config.target.target_layers
-    layer_ids = (default_layer_ids(layers, min(config.target.num_captured, layers)) if wanted is None
+    layer_ids = (default_layer_ids(layers, captured_count(config.target.num_captured, layers)) if wanted is None
                  else validate_layer_ids(wanted, layers))
     end_ids = sorted({*end_token_ids(model_config), getattr(tokenizer, "eos_token_id", None)} - {None})
     if config.drafter.warm_start and config.drafter.drafter_layers > layers:
@@ -124,6 +124,15 @@ def prepare_data(config: RunConfig) -> Data:
     return Data(train, held_out, make_packs(train, options.pack_length, seed=config.train.seed, pad_token_id=pad),
                 make_packs(held_out, options.pack_length, pad_token_id=pad) if held_out else [], report, layer_ids,
                 mask_token_id)
+
+
+def captured_count(asked: int, layers: int) -> int:
+    """How many layers of a target are captured: `asked`. The default is made to fit a smaller target, another number that
+    does not fit is a ConfigError."""
+    if asked > layers and asked != TargetOptions.num_captured:
+        raise ConfigError(f"num_captured is {asked}, and the target has {layers} layers; capture at most {layers}, or name "
+                          "them with target_layers")
+    return min(asked, layers)
 
 
 def refuse_for_random(config: RunConfig) -> None:

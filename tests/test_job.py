@@ -1,6 +1,7 @@
 """From settings to a run on the real packaged target, small; and every bad input refused before any weight is read."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,7 @@ def no_weights(monkeypatch):
     [
         ({"gpus": "97"}, ConfigError, r"97.*(this machine|there)"),
         ({"drafter_layers": 31}, ConfigError, "the target has 30, fewer than drafter_layers = 31"),
+        ({"num_captured": 50}, ConfigError, "num_captured is 50, and the target has 30 layers; capture at most 30"),
         ({"mask_token_id": 2}, TargetError, "mask_token_id 2 is also the"),
         ({"mask_token_id": 49152}, TargetError, "outside the embedding, which has 49152 rows"),
         ({"target_layers": [1, 30]}, TargetError, "layer id 30 is out of range: this target has layers 0 to 29"),
@@ -47,6 +49,15 @@ def test_bad_settings_stop_before_long_work(no_weights, tmp_path, changes, error
     with pytest.raises(error, match=message):
         start_run(RunConfig.from_parameters(**SMALL | changes), root=tmp_path)
     assert not list(tmp_path.iterdir()), "no run folder may be left behind"
+
+
+def test_the_default_number_of_captured_layers_fits_a_small_target():
+    small = RunConfig.from_parameters(target="random:tiny@2", data="random:2", pack_length=96, warm_start=False)
+    assert prepare_data(small).layer_ids == [0, 1]
+    with pytest.raises(ConfigError, match="num_captured is 5, and the target has 2 layers"):
+        prepare_data(replace(small, target=replace(small.target, num_captured=5)))
+    named = replace(small.target, num_captured=5, target_layers=(1,))
+    assert prepare_data(replace(small, target=named)).layer_ids == [1], "the number is not used where layers are named"
 
 
 @pytest.mark.parametrize(
