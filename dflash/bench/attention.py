@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 
 import torch
 
 from dflash.attention import BACKENDS, AttentionMask, attention
 from dflash.bench.arguments import add_json_argument, add_timing_arguments
 from dflash.bench.step import add_shape_arguments, shape_asked
-from dflash.bench.timing import environment, free_memory, measure, synchronize, timing_fields, write_json
+from dflash.bench.timing import (
+    environment,
+    free_memory,
+    measure,
+    refuse_hours,
+    synchronize,
+    timing_fields,
+    write_json,
+)
 from dflash.bench.workload import StepShape, document_lengths
 from dflash.devices import device_named, dtype_named
 from dflash.masks import document_ids, sample_anchors
 
 MAX_DENSE_BYTES = 32 << 30
+SMALLER = "--tokens 2048 --anchors 64 --block 8"
 
 
 def make_mask(shape: StepShape, device: torch.device, seed: int = 0) -> AttentionMask:
@@ -74,10 +84,24 @@ def measure_backend(
     return result
 
 
+def least_seconds(backend: str, shape: StepShape, device: torch.device, dtype: torch.dtype, warmup: int, repeats: int
+                  ) -> float:
+    """What `measure_backend` takes, from a few anchors of a short pack and the pairs that either mask lets through."""
+    small = replace(shape, tokens=min(shape.tokens, 1024), anchors=min(shape.anchors, 8))
+    if small == shape:
+        return 0.0
+    probe = measure_backend(backend, small, device, dtype, warmup=0, repeats=1)
+    forward, both = (probe[name]["seconds_median"] for name in ("forward", "both"))
+    seconds = (warmup + repeats) * (forward + both) + both
+    return seconds * visible_pairs(make_mask(shape, device)) / max(1, visible_pairs(make_mask(small, device)))
+
+
 def run(args: argparse.Namespace) -> int:
     device, dtype = device_named(args.device), dtype_named(args.dtype)
     shape = shape_asked(args)
-    results = [measure_backend(b, shape, device, dtype, args.warmup, args.repeats) for b in args.backends.split(",")]
+    backends, settings = args.backends.split(","), (shape, device, dtype, args.warmup, args.repeats)
+    refuse_hours(lambda: sum(least_seconds(b, *settings) for b in backends), device, SMALLER)
+    results = [measure_backend(b, *settings) for b in backends]
     print(f"{'backend':14} {'mask ms':>8} {'forward ms':>11} {'+backward ms':>13} {'TFLOP/s':>8}")
     for r in results:
         mask, forward, both = (r[key]["seconds_median"] * 1e3 for key in ("mask", "forward", "both"))

@@ -24,7 +24,7 @@ from dflash.bench.pipeline_case import (
     make_target,
     target_flops,
 )
-from dflash.bench.timing import environment, free_memory, matmul_ceiling, measure, write_json
+from dflash.bench.timing import environment, free_memory, matmul_ceiling, measure, refuse_hours, write_json
 from dflash.bench.workload import matmul_flops
 from dflash.compile_safety import protected
 from dflash.devices import Readback
@@ -34,7 +34,7 @@ from dflash.run_config import RuntimeOptions
 from dflash.runner.accounting import Rates, advice
 from dflash.runner.threads import PipelineEngine
 from dflash.sampler import resident_bytes
-from dflash.topology import Topology, decide
+from dflash.topology import CPU, Topology, decide
 
 SHAPES = {"tiny": TINY, "small": SMALL, "medium": MEDIUM, "full": FULL}
 
@@ -159,6 +159,16 @@ def measure_pipeline(case: Case, topology: Topology, steps: int, depth: int = 2,
     return result
 
 
+def least_seconds(case: Case, topology: Topology, steps: int, repeats: int = 3) -> float:
+    """What the matrix products of `measure_pipeline` take the CPU, over all its workers."""
+    packs, flops = steps * case.packs_per_step, 0.0
+    if any(device.type == "cpu" for devices in topology.targets for device in devices):
+        flops += (packs + repeats + 2) * target_flops(case, make_target(case, torch.device("meta")))
+    if any(device.type == "cpu" for device in topology.drafters):
+        flops += (packs + repeats + 2) * matmul_flops(case.shape, case.soft_labels)
+    return flops / matmul_ceiling(CPU, case.dtype) if flops else 0.0
+
+
 def cpu_workers(topology: Topology) -> int:
     """Workers that compute on the CPU at the same time; a drafter and a target that take turns are one."""
     targets = () if topology.paired else [device for devices in topology.targets for device in devices]
@@ -195,6 +205,9 @@ def run(args: argparse.Namespace) -> int:
                 packs=max(4, 2 * drafters), packs_per_step=args.packs_per_step or drafters)
     if args.tokens:
         case = replace(case, shape=replace(case.shape, tokens=args.tokens))
+    if CPU in topology.devices:
+        steps = args.steps + (args.check_steps if args.check else 0)
+        refuse_hours(lambda: least_seconds(case, topology, steps), CPU, "--shape tiny, or fewer --tokens or --steps")
     print(topology.table())
     result = measure_pipeline(case, topology, args.steps, args.queue_depth)
     print(table(result))

@@ -10,7 +10,15 @@ import torch
 
 from dflash import fast_path, kernels
 from dflash.bench.arguments import add_json_argument, add_timing_arguments, share, whole
-from dflash.bench.timing import environment, free_memory, matmul_ceiling, measure, timing_fields, write_json
+from dflash.bench.timing import (
+    environment,
+    free_memory,
+    matmul_ceiling,
+    measure,
+    refuse_hours,
+    timing_fields,
+    write_json,
+)
 from dflash.bench.workload import StepInputs, StepShape, make_drafter, make_head, make_inputs, matmul_flops
 from dflash.devices import device_named, dtype_named
 from dflash.errors import ConfigError
@@ -18,8 +26,9 @@ from dflash.fp8_head import PRECISIONS, refuse
 from dflash.model import DFlashDrafter
 from dflash.optim import MasterAdamW
 
-LONGEST_STEP = 300.0  # seconds that the matrix products of one step may take
 GAMMA = 10.0
+SMALLER = ("--tokens 512 --anchors 64 --block 4 --hidden 576 --layers 2 --heads 9 --kv-heads 3 --head-dim 64 "
+           "--intermediate 1536 --vocab 49152")  # a step of a second on a CPU
 
 
 def step_call(
@@ -68,7 +77,8 @@ def run(args: argparse.Namespace) -> int:
     if args.head_precision == "fp8":
         refuse(device, dtype, shape.hidden)
     ceiling = matmul_ceiling(device, dtype)
-    _refuse_hours(matmul_flops(shape, soft) / ceiling, device)
+    calls = 1 + args.warmup + args.repeats
+    refuse_hours(lambda: calls * matmul_flops(shape, soft) / ceiling, device, SMALLER)
     inputs = make_inputs(shape, device, dtype, args.seed)
     head = make_head(shape, device, dtype)
     results = []
@@ -102,14 +112,6 @@ def run(args: argparse.Namespace) -> int:
                            "head_precision": args.head_precision,
                            "matmul_ceiling": ceiling, "environment": environment(device), "results": results})
     return 0
-
-
-def _refuse_hours(seconds: float, device: torch.device) -> None:
-    """The default shape is the 27B target's: no machine without a GPU gets through it."""
-    if seconds > LONGEST_STEP:
-        raise ConfigError(f"one step of this shape would take {device} at least {seconds / 60:,.0f} minutes; give a smaller "
-                          "one, for instance --tokens 512 --anchors 64 --block 4 --hidden 576 --layers 2 --heads 9 "
-                          "--kv-heads 3 --head-dim 64 --intermediate 1536 --vocab 49152")
 
 
 def print_table(results: list[dict], ceiling: float) -> None:

@@ -13,6 +13,9 @@ from pathlib import Path
 
 import torch
 
+from dflash.errors import ConfigError
+
+LONGEST = 300.0  # seconds that a measurement may take a CPU at the least
 
 @dataclass(frozen=True)
 class Timing:
@@ -65,10 +68,27 @@ def measure(call: Callable[[], object], device: torch.device, warmup: int = 2, r
 
 
 def matmul_ceiling(device: torch.device, dtype: torch.dtype, size: int | None = None) -> float:
-    """FLOP/s of a square matrix product on random data, in this process on this device."""
+    """FLOP/s of a square matrix product on random data, in this process on this device: of the median call on a GPU, of
+    the fastest on a CPU, where a call of a millisecond is soon ten when others want its cores."""
     size = size or (8192 if device.type == "cuda" else 512)
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    return 2 * size**3 / measure(lambda: a @ b, device, warmup=3, repeats=10).median
+    timing = measure(lambda: a @ b, device, warmup=3, repeats=10)
+    return 2 * size**3 / (timing.median if device.type == "cuda" else timing.fastest)
+
+
+def refuse_hours(seconds: Callable[[], float], device: torch.device, smaller: str) -> None:
+    """Raise ConfigError where a measurement would keep a CPU busy for long: the default shapes are the 27B target's.
+
+    Args:
+        seconds: what all calls take at the least; on CUDA it is not even asked.
+        smaller: options that take seconds, for the message.
+    """
+    if device.type == "cuda":
+        return
+    least = seconds()
+    if least > LONGEST:
+        raise ConfigError(f"measuring this shape, all calls together, would take {device} at least {least / 60:,.0f} "
+                          f"minutes; give a smaller one, for instance {smaller}")
 
 
 def environment(device: torch.device) -> dict:
