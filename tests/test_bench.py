@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 import re
@@ -13,10 +14,10 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from dflash.__main__ import main
-from dflash.bench import target
+from dflash.bench import attention, pipeline, target, timing
 from dflash.bench.arguments import writable
 from dflash.bench.attention import make_mask, visible_pairs
-from dflash.bench.timing import Timing, matmul_ceiling, measure
+from dflash.bench.timing import Timing, matmul_ceiling, measure, refuse_hours
 from dflash.bench.workload import StepShape, make_drafter, make_head, make_inputs, matmul_flops
 from dflash.head_plan import HeadPlan
 
@@ -88,7 +89,7 @@ def test_the_check_of_a_result_path_leaves_files_alone(tmp_path):
 
 def test_head_counts_of_a_target_must_divide(capsys):
     assert main(["bench", "target", "--heads", "4", "--kv-heads", "3", "--device", "cpu"]) == 2
-    assert "heads (4) must be a multiple of the key heads (3)" in capsys.readouterr().err
+    assert "--heads (4) must be a multiple of the key heads, --kv-heads (3)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("bench", ["step", "attention"])
@@ -105,6 +106,29 @@ def test_a_device_that_cannot_be_used_is_refused(capsys, bench, device):
     assert main(["bench", bench, "--device", device]) == 2
     error = capsys.readouterr().err
     assert f"device {device} is of type {device!r}, and only cpu and cuda work here" in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    (["--layers", "1"], "--layers must be at least 2, since layers below the last are captured; got 1"),
+    (["--layers", "4", "--captured", "9"], "--captured must be at most 3, the layers below the last of --layers 4; got 9"),
+    (["--layers", "4", "--depth", "2"], "must be at least --layers (4), those that are built; got 2"),
+    (["--model", "random:tiny", "--kv-heads", "4", "--captured", "5", "--tokens", "64"],
+     "--model random:tiny has sizes of its own, got --captured, --kv-heads too"),
+])
+def test_sizes_of_a_target_that_cannot_be(capsys, monkeypatch, words, message):
+    for name in ("make_target", "load_target"):
+        monkeypatch.setattr(target, name, lambda *args, **options: pytest.fail("built"))
+    assert main(["bench", "target", *words, "--device", "cpu"]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(("given", "captured"), [([], 3), (["--captured", "2"], 2)])
+def test_few_layers_capture_what_they_have(given, captured):
+    """Nobody asked for the default's five of four layers."""
+    parser = argparse.ArgumentParser()
+    target.add_parser(parser.add_subparsers())
+    assert target.shape_asked(parser.parse_args(["target", "--layers", "4", *given])).captured == captured
 
 
 def test_step_through_a_float8_head(capsys, tmp_path):
@@ -134,6 +158,43 @@ def test_a_step_of_hours_is_refused(capsys):
     assert main(["bench", "step", *options(TINY), "--device", "cpu", "--path", "fast"]) == 2
     assert "Triton kernels do not run on cpu; give --path plain or auto" in capsys.readouterr().err
     assert "would take cpu at least" in error and "give a smaller one, for instance --tokens 512" in error
+
+
+@pytest.mark.parametrize("words", [
+    ["attention", "--tokens", "400000", "--anchors", "10240"],
+    ["target", "--tokens", "400000"],
+    ["target", "--model", "random:tiny@2", "--tokens", "1000000000"],
+    ["pipeline", "--gpus", "cpu", "--shape", "full"],
+    ["pipeline", "--gpus", "cpu", "--shape", "full", "--hybrid"],
+    ["pipeline", "--gpus", "cpu:2", "--target-gpus", "cpu:2", "--shape", "small", "--tokens", "1000000"],
+], ids=" ".join)
+def test_hours_on_a_cpu_are_refused_before_anything_is_built(capsys, monkeypatch, words):
+    small = attention.measure_backend
+
+    def probe(backend, shape, *args, **options):
+        assert shape.tokens <= 1024
+        return small(backend, shape, *args, **options)
+
+    monkeypatch.setattr(attention, "measure_backend", probe)
+    monkeypatch.setattr(target, "report", lambda *args: pytest.fail("measured"))
+    monkeypatch.setattr(pipeline, "measure_pipeline", lambda *args: pytest.fail("measured"))
+    if "--model" not in words and words[0] == "target":
+        monkeypatch.setattr(target, "make_target", lambda *args: pytest.fail("built"))
+    device = [] if words[0] == "pipeline" else ["--device", "cpu"]
+    assert main(["bench", *words, *device, "--dtype", "float32"]) == 2
+    error = capsys.readouterr().err
+    assert re.search(r"would take cpu at least [\d,]+ minutes; give a smaller one, for instance --", error)
+    assert error.count("\n") == 1
+
+
+def test_the_ceiling_of_a_cpu_is_its_fastest_call(monkeypatch):
+    """A busy machine made of 0.9 TFLOP/s 0.03, and a capture ran at 1.4 of it."""
+    monkeypatch.setattr(timing, "measure", lambda *args, **options: Timing(1.0, 0.25, 2.0, 10, None, None))
+    assert matmul_ceiling(CPU, torch.float32, 10) == 2 * 10**3 / 0.25
+
+
+def test_a_gpu_is_not_asked_how_long_it_takes():
+    refuse_hours(lambda: pytest.fail("asked"), torch.device("cuda"), "")
 
 
 def test_a_missing_peer_is_named(capsys, monkeypatch):
@@ -179,6 +240,10 @@ def test_target_that_is_loaded(capsys, tmp_path):
     assert row["matmul_flops_per_second"] == pytest.approx(2 * weights * 48 / row["seconds_median"])
     assert row["host_seconds"] == row["seconds_median"] and result["model"] == "random:tiny@2"
     assert "dense with plain capture (cpu has no Triton), 2 layers" in text
+    own = {"tokens": 48, "document": 20, "layers": 2, "depth": 2, "captured": 2, "hidden": 64, "intermediate": 96,
+           "heads": 4, "kv_heads": 2, "head_dim": 16}
+    assert own.items() <= result["shape"].items()
+    assert {result["shape"][name] for name in ("linear_key_heads", "linear_value_heads", "linear_head_dim")} == {None}
 
 
 def test_host_seconds_are_the_median_of_calls_into_an_empty_stream(monkeypatch):

@@ -23,6 +23,7 @@ from dflash.bench.timing import (
     free_memory,
     matmul_ceiling,
     measure,
+    refuse_hours,
     synchronize,
     timing_fields,
     write_json,
@@ -35,7 +36,8 @@ from dflash.target import Target, load_target
 
 @dataclass(frozen=True)
 class TargetShape:
-    """A hybrid target and a pack of documents; `depth` layers of the whole model, of which `layers` are built."""
+    """A hybrid target and a pack of documents; `depth` layers of the whole model, of which `layers` are built. A loaded
+    target's sizes are its own, None where its config has none (`loaded_shape`)."""
 
     tokens: int = 16384
     document: int = 2000
@@ -60,6 +62,21 @@ class TargetShape:
         linear = h * (2 * keys + 3 * values + 2 * self.linear_value_heads)
         full = h * self.head_dim * (3 * self.heads + 2 * self.kv_heads)
         return self.layers * 2.0 * (3 * h * self.intermediate + 0.75 * linear + 0.25 * full)
+
+
+PACK = ("tokens", "document")  # the options that a loaded target leaves open
+CONFIG_NAMES = {"intermediate": "intermediate_size", "heads": "num_attention_heads", "kv_heads": "num_key_value_heads",
+                "head_dim": "head_dim", "linear_key_heads": "linear_num_key_heads",
+                "linear_value_heads": "linear_num_value_heads", "linear_head_dim": "linear_key_head_dim"}
+SMALLER = ("--tokens 512 --hidden 256 --intermediate 768 --heads 4 --kv-heads 2 --head-dim 64 --linear-key-heads 2 "
+           "--linear-value-heads 4 --linear-head-dim 64 --vocab 8192")  # a capture of a second on a CPU
+
+
+def loaded_shape(target: Target, pack: TargetShape) -> TargetShape:
+    """The sizes of a loaded target, whole, with the tokens and documents of `pack`."""
+    sizes = {name: getattr(target.config, key, None) for name, key in CONFIG_NAMES.items()}
+    return TargetShape(pack.tokens, pack.document, target.num_layers, target.num_layers, len(target.layer_ids),
+                       target.hidden_size, vocab=target.embed_weight.shape[0], **sizes)
 
 
 def make_target(shape: TargetShape, device: torch.device, dtype: torch.dtype) -> Target:
@@ -162,11 +179,8 @@ def _without_fast(target: Target, call: Callable[[], dict]) -> dict:
         target.fast = kept
 
 
-def _measured(target: Target, shape: TargetShape, ceiling: float, args: argparse.Namespace) -> list[dict]:
+def _measured(target: Target, shape: TargetShape, ceiling: float, args: argparse.Namespace, flops: float) -> list[dict]:
     """Plain, fast, and fast with the documents' attention one after another."""
-    flops = None
-    if args.model:
-        flops = 2.0 * sum(p.numel() for p in target.decoder.layers.parameters() if p.dim() > 1)
     settings = (shape, ceiling, args.warmup, args.repeats, flops)
     results = [report("plain", target, *settings)]
     free_memory(target.device)
@@ -178,20 +192,50 @@ def _measured(target: Target, shape: TargetShape, ceiling: float, args: argparse
     return results
 
 
+def shape_asked(args: argparse.Namespace) -> TargetShape:
+    """The shape of the options, the default's where none is given. Raises ConfigError where no target has it."""
+    given = {f.name: getattr(args, f.name) for f in fields(TargetShape) if getattr(args, f.name) is not None}
+    if args.model:
+        refused = ", ".join(_option(name) for name in given if name not in PACK)
+        if refused:
+            raise ConfigError(f"--model {args.model} has sizes of its own, got {refused} too; leave them out, or --model")
+        return TargetShape(**given)
+    shape = TargetShape(**given)
+    if shape.layers < 2:
+        raise ConfigError(f"--layers must be at least 2, since layers below the last are captured; got {shape.layers}")
+    below = shape.layers - 1
+    if "captured" not in given:
+        shape = replace(shape, captured=min(shape.captured, below))
+    if shape.captured > below:
+        raise ConfigError(f"--captured must be at most {below}, the layers below the last of --layers {shape.layers}; got "
+                          f"{shape.captured}; give fewer, or --layers {shape.captured + 1}")
+    if shape.depth < shape.layers:
+        raise ConfigError(f"--depth, the layers of the whole model, must be at least --layers ({shape.layers}), those that "
+                          f"are built; got {shape.depth}")
+    for name, group_name in (("heads", "kv_heads"), ("linear_value_heads", "linear_key_heads")):
+        count, group = getattr(shape, name), getattr(shape, group_name)
+        if count % group:
+            raise ConfigError(f"{_option(name)} ({count}) must be a multiple of the key heads, {_option(group_name)} "
+                              f"({group})")
+    return shape
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
 def run(args: argparse.Namespace) -> int:
     device, dtype = device_named(args.device), dtype_named(args.dtype)
-    shape = TargetShape(**{f.name: getattr(args, f.name) for f in fields(TargetShape)})
-    for name, count, group in (("heads", shape.heads, shape.kv_heads),
-                               ("linear_value_heads", shape.linear_value_heads, shape.linear_key_heads)):
-        if count % group and not args.model:
-            raise ConfigError(f"{name} ({count}) must be a multiple of the key heads ({group})")
+    shape, target = shape_asked(args), None
     if args.model:
         target = load_target(args.model, device, dtype, fast=False)
-        shape = replace(shape, layers=target.num_layers, depth=target.num_layers)
-    else:
-        target = make_target(shape, device, dtype)
-    ceiling = matmul_ceiling(device, dtype)
-    results = _measured(target, shape, ceiling, args)
+        shape = loaded_shape(target, shape)
+    flops = shape.flops_per_token if target is None else 2.0 * sum(
+        p.numel() for p in target.decoder.layers.parameters() if p.dim() > 1)
+    ceiling, calls = matmul_ceiling(device, dtype), args.warmup + args.repeats
+    refuse_hours(lambda: calls * flops * shape.tokens / ceiling, device, "--tokens 1024" if target else SMALLER)
+    target = target or make_target(shape, device, dtype)
+    results = _measured(target, shape, ceiling, args, flops)
     print(target.describe())
     kernels = fast_target.has_recurrence_kernels(target)
     print(f"{shape.layers} of {shape.depth} layers, scaled; flash-linear-attention {'in use' if kernels else 'not in use'}; "
@@ -211,7 +255,8 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser = subparsers.add_parser("target", help="a target's feature capture, plain and fast")
     parser.add_argument("--model", help="a target to load (smollm2, a folder, random:tiny) instead of the Qwen3.6 shape")
     for field in fields(TargetShape):
-        parser.add_argument(f"--{field.name.replace('_', '-')}", type=whole(), default=field.default)
+        parser.add_argument(_option(field.name), type=whole(), help=f"{field.default} where no --model is given"
+                            if field.name not in PACK else f"default {field.default}")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     add_timing_arguments(parser, warmup=2, repeats=5)
