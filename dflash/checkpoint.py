@@ -175,16 +175,18 @@ def newest_state(run_path: str | Path, whole: bool = True, say: Callable[[str], 
     Args:
         whole: as for `load_trainer_state`.
 
-    Raises: ResumeError when there is none.
+    Raises: ResumeError when there is none; OSError where the disk does not answer.
     """
     latest_checkpoint(run_path)
     damaged = []
     for _, folder in reversed(checkpoints(run_path)):
         try:
             return folder, load_trainer_state(folder, whole)
+        except (MemoryError, OSError):  # says nothing against the checkpoint
+            raise
         except Exception as error:  # whatever torch says to bytes that are not its own
             damaged.append(folder.name)
-            say(f"passed over, damaged: {folder.name} ({type(error).__name__}: {str(error).splitlines()[0][:120]})")
+            say(f"passed over, damaged: {folder.name} ({type(error).__name__}: {' '.join(str(error).split())[:120]})")
     raise ResumeError(f"no checkpoint of {run_path} can be read: {', '.join(damaged)}; start the run anew under another "
                       "run_id, with start_from one of them if its drafter.safetensors is whole")
 

@@ -61,13 +61,15 @@ def refuse_resume(run_path: str | os.PathLike[str], config: RunConfig) -> None:
     if Path(before["target"]).name != Path(config.target.target).name:  # a folder may have moved
         raise ResumeError(f"{folder} was trained for the target {before['target']}, the settings say "
                           f"{config.target.target}; a drafter fits its own target only: put it back, or start a new run")
-    layers, captured = before["config"]["num_hidden_layers"], before["target_layer_ids"]
+    if drafter.start_from is not None:
+        return  # the shape is that drafter's, whatever the settings say
+    layers, captured, wanted = before["config"]["num_hidden_layers"], before["target_layer_ids"], config.target.target_layers
     differs = []
-    if drafter.start_from is None and layers != drafter.drafter_layers:
+    if layers != drafter.drafter_layers:
         differs.append(("drafter_layers", layers, drafter.drafter_layers))
-    if config.target.target_layers is not None and list(config.target.target_layers) != captured:
-        differs.append(("target_layers", captured, list(config.target.target_layers)))
-    if config.target.target_layers is None and config.target.num_captured < len(captured):  # small targets have fewer
+    if wanted is not None and list(wanted) != captured:
+        differs.append(("target_layers", captured, list(wanted)))
+    if wanted is None and config.target.num_captured < len(captured):  # a small target has fewer than asked for
         differs.append(("num_captured", len(captured), config.target.num_captured))
     for name, was, now in differs:
         raise ResumeError(f"{folder} has {name} {was}, the settings say {now}; put it back, or start a new run")

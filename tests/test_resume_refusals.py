@@ -18,7 +18,7 @@ from test_train_command import kinds, losses, material, start, wait_for_steps, w
 
 from dflash import run_lock
 from dflash.__main__ import main
-from dflash.checkpoint import checkpoints
+from dflash.checkpoint import checkpoints, newest_state
 from dflash.errors import ResumeError, RunError
 from dflash.optim import MasterAdamW, finite_each
 from dflash.run_lock import locked, refuse_running
@@ -108,6 +108,16 @@ def test_a_drafter_of_another_shape_is_refused(run, capsys, room, name, was, now
     assert f"{name} {was}, the settings say {now}" in said
 
 
+def test_a_run_that_started_from_a_drafter_keeps_that_drafters_shape(trained, material, tmp_path, capsys):  # noqa: F811
+    """Its own settings of the shape were never read."""
+    (_, checkpoint), *_ = checkpoints(trained)
+    config = write_config(material, tmp_path / "runs/second", start_from=str(checkpoint), drafter_layers=2, num_captured=1,
+                          warm_start=False, checkpoint_every=4, steps=4)
+    assert main(["train", "--config", str(config)]) == 0
+    assert main(["train", "--config", change(config.parent, "train", steps=6), "--resume"]) == 0
+    assert [r["step"] for r in kinds(config.parent)["step"]] == list(range(1, 7))
+
+
 def test_without_a_checkpoint_there_is_nothing_to_go_on_from(run, capsys):
     shutil.rmtree(run / "checkpoints")
     assert "holds no complete checkpoint" in refused(str(run / "config.yaml"), capsys)
@@ -126,6 +136,18 @@ def test_a_damaged_checkpoint_is_passed_over(run, capsys):
     shown = capsys.readouterr().out
     assert f"passed over, damaged: {newer.name}" in shown and "resuming after step 4" in shown
     assert [r["step"] for r in kinds(run)["step"]] == list(range(1, 10))
+
+
+def test_a_disk_that_does_not_answer_is_no_damage(run, monkeypatch):
+    def refuse(*given, **more):
+        raise OSError("the disk does not answer")
+
+    monkeypatch.setattr("torch.load", refuse)
+    with pytest.raises(OSError, match="does not answer"):
+        newest_state(run)
+    monkeypatch.setattr("torch.load", lambda *given, **more: (_ for _ in ()).throw(EOFError()))  # no words at all
+    with pytest.raises(ResumeError, match="can be read"):
+        newest_state(run)
 
 
 def test_where_all_are_damaged_the_error_says_so(run, capsys):
@@ -163,7 +185,7 @@ def test_a_killed_rank_is_named(material, tmp_path):  # noqa: F811
     victim = next(pid for pid in processes_of(config) if rank_of(pid) == "1")
     os.kill(victim, signal.SIGKILL)
     out, _ = child.communicate(timeout=60)
-    assert child.returncode == 1
+    assert child.returncode == 1 and "rank 1: RunError: killed by SIGKILL" in out
     failure = json.loads((run / "failure.json").read_text())
     assert failure["worker"] == "rank 1" and failure["message"].startswith("killed by SIGKILL")
     assert kinds(run)["run_end"][-1]["status"] == "failed"
