@@ -64,8 +64,7 @@ def attention_without_plans() -> None:
     Packs have documents of ever new lengths, so a target would spend its time on plans. The flash kernels have none.
     `torch.backends.cuda.enable_cudnn_sdp(True)` brings them back, for inputs of few shapes.
     """
-    if torch.backends.cuda.cudnn_sdp_enabled():
-        torch.backends.cuda.enable_cudnn_sdp(False)
+    torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def dtype_named(name: str) -> torch.dtype:

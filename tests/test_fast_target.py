@@ -161,6 +161,12 @@ def test_every_signature_of_varlen_attn_is_called_right(signature, scale):
             assert seen == {"causal": True, "longest": max(sizes)}
 
 
+def test_a_target_takes_cudnn_out_of_the_choice_of_attention():
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    load_target("random:tiny")
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+
+
 def test_no_call_where_there_is_none():
     assert adapt(lambda query, key, value: None) is None
     assert varlen_call(CPU, torch.bfloat16) is None and varlen_call(torch.device("cuda"), torch.float32) is None
