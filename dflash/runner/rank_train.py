@@ -14,7 +14,7 @@ import torch
 
 from dflash import shards
 from dflash.acceptance import evaluate_acceptance
-from dflash.checkpoint import checkpoint_folder, newest_state
+from dflash.checkpoint import checkpoint_folder, load_trainer_state
 from dflash.compile_safety import protected
 from dflash.control import RunControl
 from dflash.data import Pack
@@ -87,10 +87,9 @@ def _work(cluster: Cluster, life: LifeLine, run: Run, config: RunConfig, topolog
         config = _fitted(cluster, config, topology, say)
         data = prepare_data(config)
         state = None
-        if resume:  # rank 0 puts the record back
+        if resume:
             whole = cluster.drafts and config.runtime.drafter_parallel == "replicate"
-            state = (load_training(run, say, whole) if cluster.rank == 0 else
-                     newest_state(run.path, whole)[1])
+            state = _resumed(cluster, run, say, whole)
         first_step = 1 if state is None else state["step"] + 1
         soft, metrics = config.train.soft_labels, run.metrics if cluster.node == 0 else None
         if not cluster.drafts:
@@ -113,6 +112,16 @@ def _work(cluster: Cluster, life: LifeLine, run: Run, config: RunConfig, topolog
         else:
             engine.start(first_step)
             engine.follow(protection.beat)
+
+
+def _resumed(cluster: Cluster, run: Run, say: Callable[[str], None], whole: bool) -> dict:
+    """The state that all ranks go on from: rank 0 chooses the checkpoint and puts the record back to it."""
+    if cluster.rank == 0:
+        state = load_training(run, say, whole)
+        cluster.store.set("resumed", str(state["step"]))
+        return state
+    cluster.store.wait(["resumed"])
+    return load_trainer_state(checkpoint_folder(run.path, int(cluster.store.get("resumed"))), whole)
 
 
 def _lead(engine: ProcessEngine, source: FeatureSource | None, run: Run, config: RunConfig, held_out: list[Pack],
