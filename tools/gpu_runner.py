@@ -109,7 +109,7 @@ def part_throughput() -> None:
 
     for label, size, layers, key, steps in (
         ("1+1, 8 layers", "medium", 8, "1+1", 40), ("1+1, 32 layers", "medium", 32, "1+1", 40),
-        ("2 shared, 8 layers", "medium", 8, "2 shared", 40), ("2 shared, full drafter", "full", 8, "2 shared", 10),
+        ("2 shared, 8 layers", "medium", 8, "2 shared", 40), ("2 shared, full drafter", "full", 8, "2 shared", 16),
     ):
         topology = topologies()[key]
 
@@ -192,7 +192,7 @@ def part_ranks() -> None:
         job = case("medium", len(topologies()[key].drafters), target_layers=8)
 
         def call(j=job, k=key, name=label) -> dict:
-            ran = run_torchrun(j, topologies()[k], 43)
+            ran = run_torchrun(j, topologies()[k], 45, stop_after=40)
             if ran["result"] is None:
                 return {"ok": False, "error": ran["output"][-1500:]}
             rate = j.packs_per_step * j.shape.tokens / ran["result"]["step_seconds"]

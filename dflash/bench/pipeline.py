@@ -24,10 +24,9 @@ from dflash.bench.pipeline_case import (
     make_target,
     target_flops,
 )
-from dflash.bench.timing import environment, free_memory, matmul_ceiling, measure, refuse_hours, write_json
+from dflash.bench.timing import StepClock, environment, free_memory, matmul_ceiling, measure, refuse_hours, write_json
 from dflash.bench.workload import matmul_flops
 from dflash.compile_safety import protected
-from dflash.devices import Readback
 from dflash.engine import Replica
 from dflash.features import OnlineFeatures
 from dflash.run_config import RuntimeOptions
@@ -91,10 +90,11 @@ def run_steps(engine: PipelineEngine, steps: int, topology: Topology, lr: float,
     Losses are read one step behind, as training does, so that both ends lie in a running pipeline. Where the targets may
     go on after the last step (`make_engine`'s `steps` is larger), its queue is as full at the one end as at the other.
 
-    Returns: losses, seconds and tokens per second of the timed steps, seconds of the warmup, memory by device
-    (`samples`: every `sample_every` steps), and each worker's busy and waiting seconds.
+    Returns: losses, seconds and tokens per second of the timed steps, seconds of each step from the second on (`steps`),
+    seconds of the warmup, memory by device (`samples`: every `sample_every` steps), and each worker's busy and waiting
+    seconds.
     """
-    results, samples, tokens, ends = [], [], 0, {}
+    samples, tokens, clock = [], 0, StepClock()
     plans, began = engine.planner, time.perf_counter()
     try:
         with protected(engine.warmup_jobs(plans.step(1)), run_dir=run_dir, step_timeout=step_timeout,
@@ -102,15 +102,12 @@ def run_steps(engine: PipelineEngine, steps: int, topology: Topology, lr: float,
             engine.start(1)
             for number in range(1, steps + 1):
                 plan = plans.step(number)
-                results.append(Readback(engine.step(plan, lr)))
-                if number > 1:
-                    results[-2].read()
-                    ends[number - 1] = time.perf_counter()
-                    tokens += plans.step(number - 1).tokens if number - 1 > warm else 0
+                clock.add(engine.step(plan, lr))
+                tokens += plan.tokens if warm < number < steps else 0  # those whose ends are timed
                 if sample_every and number >= warm and (number - warm) % sample_every == 0:
                     samples.append(memory_now(topology.devices))
                 protection.beat()
-            losses = [result.read() for result in results]
+            losses = clock.read()
             memory = memory_now(topology.devices)
             engine.verify()
     finally:
@@ -118,9 +115,9 @@ def run_steps(engine: PipelineEngine, steps: int, topology: Topology, lr: float,
     ledgers = {ledger.name: {"busy": ledger.busy, "wait": ledger.waiting, "tokens": ledger.tokens,
                              "phases": dict(ledger.seconds)}
                for ledger in (*engine.target_ledgers, *engine.drafter_ledgers)}
-    seconds, timed = ends[steps - 1] - ends[warm], steps - 1 - warm
-    return {"losses": [row[0] for row in losses], "tokens_per_second": tokens / seconds if timed else None,
-            "step_seconds": seconds / timed if timed else None, "warm_seconds": ends[warm] - began, "memory": memory,
+    seconds, timed = clock.seconds(warm), steps - 1 - warm
+    return {"losses": [row[0] for row in losses], "tokens_per_second": tokens / timed / seconds if seconds else None,
+            "step_seconds": seconds, "steps": clock.each(), "warm_seconds": clock.end(warm) - began, "memory": memory,
             "samples": samples, "workers": ledgers, "finite": all(row[-1] == 1.0 for row in losses)}
 
 

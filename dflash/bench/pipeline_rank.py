@@ -8,21 +8,18 @@ from __future__ import annotations
 
 import pickle
 import sys
-import time
 from pathlib import Path
 
 import torch
 
 from dflash.bench.pipeline_case import make_planner, make_replica, make_target, weights_of
+from dflash.bench.timing import StepClock
 from dflash.compile_safety import protected
-from dflash.devices import Readback
 from dflash.features import OnlineFeatures
 from dflash.resume import whole_drafter
 from dflash.runner.cluster import Cluster
 from dflash.runner.ranks import make_engine, run_rank, serve_target
 from dflash.runner.sharding import ShardedReplica
-
-WARM = 3  # steps before the clock starts
 
 
 def work(cluster: Cluster, job: dict) -> None:
@@ -47,24 +44,18 @@ def work(cluster: Cluster, job: dict) -> None:
         if not engine.leads:
             engine.follow()
             return
-        results, began = [], 0.0
+        clock = StepClock()
         for number in range(1, job.get("stop_after", steps) + 1):
-            results.append(Readback(engine.step(planner.step(number), case.lr)))
-            if number <= WARM:
-                results[-1].read()
-                began = time.perf_counter()
-            else:
-                results[-2].read()  # one step behind, as training does
-        losses = [readback.read()[0] for readback in results]
-        seconds = time.perf_counter() - began
+            clock.add(engine.step(planner.step(number), case.lr))
+        losses = [row[0] for row in clock.read()]
         peak = torch.cuda.max_memory_allocated(cluster.device) if cluster.device.type == "cuda" else 0
         with whole_drafter(engine) as drafter:
             weights = torch.cat([p.detach().float().flatten().cpu() for p in drafter.parameters()])
         engine.finish()
-    masters, timed = engine.replica.optimizer.masters, len(losses) - WARM
+    masters = engine.replica.optimizer.masters
     torch.save({"losses": losses, "weights": weights if job.get("sharded") else weights_of(engine.replica),
                 "held": sum(m.numel() for m in masters), "peak": peak,
-                "step_seconds": seconds / timed if timed > 0 else None}, job["out"])
+                "step_seconds": clock.seconds(job["depth"] + 2)}, job["out"])
 
 
 def _failing(get, item: int):

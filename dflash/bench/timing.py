@@ -9,10 +9,12 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import torch
 
+from dflash.devices import Readback
 from dflash.errors import ConfigError
 
 LONGEST = 300.0  # seconds that a measurement may take a CPU at the least
@@ -65,6 +67,39 @@ def measure(call: Callable[[], object], device: torch.device, warmup: int = 2, r
     seconds = [a.elapsed_time(b) / 1e3 for a, b in zip(events, events[1:], strict=False)]
     return Timing(statistics.median(seconds), min(seconds), max(seconds), repeats, base,
                   torch.cuda.max_memory_allocated(device))
+
+
+class StepClock:
+    """Times the steps of a pipeline that keeps running: each result is read one step behind, as training does, so that the
+    end of a step is taken while the next one is on its way. The last step has no end, for nothing is behind it."""
+
+    def __init__(self):
+        self._results: list[Readback] = []
+        self._ends: list[float] = []
+
+    def add(self, result: torch.Tensor) -> None:
+        """A step was launched; wait for the one before it."""
+        self._results.append(Readback(result))
+        if len(self._results) > 1:
+            self._results[-2].read()
+            self._ends.append(time.perf_counter())
+
+    def end(self, step: int) -> float:
+        """When this step was done, in seconds of `time.perf_counter`; steps count from 1."""
+        return self._ends[step - 1]
+
+    def seconds(self, warm: int) -> float | None:
+        """A step's seconds, from the end of step `warm` to the end of the last but one; None where no step lies between."""
+        timed = len(self._ends) - warm
+        return (self._ends[-1] - self._ends[warm - 1]) / timed if timed > 0 else None
+
+    def each(self) -> list[float]:
+        """Seconds of every single step from the second on, the last one left out."""
+        return [b - a for a, b in pairwise(self._ends)]
+
+    def read(self) -> list[list[float]]:
+        """The results of all steps, the last one waited for."""
+        return [result.read() for result in self._results]
 
 
 def matmul_ceiling(device: torch.device, dtype: torch.dtype, size: int | None = None) -> float:

@@ -198,19 +198,28 @@ class Inbox:
 
 
 class LocalInbox:
-    """Where every rank has a target of its own: capture when asked."""
-
-    depth = 0
+    """Where every rank has a target of its own: capture when asked, or one item before."""
 
     def __init__(self, source: FeatureSource):
         self.source = source
         self._packs: dict[int, object] = {}
+        self._early: dict[int, Features] = {}
+
+    @property
+    def depth(self) -> int:
+        """Items captured before they were asked for."""
+        return len(self._early)
 
     def expect(self, items: tuple[WorkItem, ...]) -> None:
         self._packs = {item.index: item.pack for item in items}
 
+    def capture(self, item: WorkItem) -> None:
+        """Have this item's features at hand, the next to be taken."""
+        self._early = {item.index: self.source.get(item.pack)}
+
     def take(self, index: int) -> Features:
-        return self.source.get(self._packs.pop(index))
+        pack = self._packs.pop(index)
+        return self._early.pop(index) if index in self._early else self.source.get(pack)
 
 
 class ProcessEngine:
@@ -315,7 +324,11 @@ class ProcessEngine:
                 self.inbox.post(self._opened)
         self._fill(plan, len(items))
         ledger.enter("reduce", plan.step)
-        self._reduce(sums)
+        pending = self._reduce(sums)
+        if isinstance(self.inbox, LocalInbox):  # while gradients travel, and the slowest rank is waited for
+            self._capture_next(plan)
+        for work in pending:
+            work.wait()
         ledger.enter("optimizer", plan.step)
         applied = self.replica.apply(lr, plan)
         ledger.enter("idle")
@@ -325,11 +338,17 @@ class ProcessEngine:
     def _fill(self, plan: StepPlan, done: int) -> None:
         """What a drafter with fewer items than others does meanwhile: nothing, where its gradient is added as it is."""
 
-    def _reduce(self, sums: Tensor) -> None:
-        """Gradients and metric sums become those of all drafters."""
-        if self.flat is not None:
-            dist.all_reduce(self.flat, group=self.cluster.drafter_group)
-            dist.all_reduce(sums, group=self.cluster.drafter_group)
+    def _capture_next(self, plan: StepPlan) -> None:
+        """The first item of this rank's next step, where there is one."""
+        if plan.step < self.last_step:
+            items = self.planner.step(plan.step + 1).share(self.cluster.replica, self.cluster.roles.replicas)
+            if items:
+                self.inbox.capture(items[0])
+
+    def _reduce(self, sums: Tensor) -> list[dist.Work]:
+        """Gradients and metric sums become those of all drafters, once what is returned has been waited for."""
+        group, tensors = self.cluster.drafter_group, () if self.flat is None else (self.flat, sums)
+        return [dist.all_reduce(tensor, group=group, async_op=True) for tensor in tensors]
 
     def _drain(self, opened: int) -> None:
         if not self._closed and isinstance(self.inbox, Inbox):

@@ -81,13 +81,19 @@ def flatten_gradients(replica: Replica) -> Tensor:
 class GradientSum:
     """Sums the gradients of replicas in one process, in place, on every replica.
 
-    Call it from one thread after all replicas have queued their work on their default streams.
+    A worker calls `ready` after it has queued the last of its gradients, one thread calls `start`, and a worker calls
+    `wait` before it queues what needs the sums. With NCCL the sum runs on side streams, between those two points: what
+    else is queued on a GPU, such as its target's next capture, fills the time until the slowest replica is there,
+    wherever it stands in that GPU's order. Without NCCL all of it is in the order of the default streams.
     """
 
     def __init__(self, replicas: Sequence[Replica], nccl: bool | None = None):
         self.flats = [flatten_gradients(replica) for replica in replicas] if len(replicas) > 1 else []
         self.nccl = self._nccl_works() if nccl is None else nccl
         self._staging: Tensor | None = None
+        self._streams = [torch.cuda.Stream(flat.device) for flat in self.flats] if self.nccl else []
+        self._ready: dict[int, torch.cuda.Event] = {}
+        self._summed: dict[int, torch.cuda.Event] = {}
 
     @property
     def how(self) -> str:
@@ -107,13 +113,30 @@ class GradientSum:
         except (RuntimeError, AttributeError):
             return False
 
-    def __call__(self) -> None:
-        if not self.flats:
-            return
-        if self.nccl:
+    def ready(self, index: int) -> None:
+        """All that replica `index` adds to its gradients in this step is queued on its current stream."""
+        if self._streams:
+            self._ready[index] = torch.cuda.current_stream(self.flats[index].device).record_event()
+
+    def wait(self, index: int) -> None:
+        """What the current stream of replica `index` is given from now on finds the sums."""
+        summed = self._summed.pop(index, None)
+        if summed is not None:
+            torch.cuda.current_stream(self.flats[index].device).wait_event(summed)
+
+    def start(self) -> None:
+        """Sum the gradients of replicas that are all `ready`."""
+        if self._streams:
+            for index, stream in enumerate(self._streams):
+                stream.wait_event(self._ready.pop(index))
             for begin in range(0, self.flats[0].numel(), _NCCL_PIECE):
-                torch.cuda.nccl.all_reduce([flat[begin : begin + _NCCL_PIECE] for flat in self.flats])
-            return
+                torch.cuda.nccl.all_reduce([flat[begin : begin + _NCCL_PIECE] for flat in self.flats],
+                                           streams=self._streams)
+            self._summed = {index: stream.record_event() for index, stream in enumerate(self._streams)}
+        elif self.flats:
+            self._sum_on_first()
+
+    def _sum_on_first(self) -> None:
         first = self.flats[0]
         for begin in range(0, first.numel(), _PIECE):
             piece = slice(begin, begin + _PIECE)

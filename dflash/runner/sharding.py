@@ -243,5 +243,5 @@ class ShardedEngine(ProcessEngine):
         for _ in range(-(-len(plan.items) // self.cluster.roles.replicas) - done):
             self.replica.join(plan)
 
-    def _reduce(self, sums: Tensor) -> None:
-        dist.all_reduce(sums, group=self.cluster.drafter_group)
+    def _reduce(self, sums: Tensor) -> list[dist.Work]:
+        return [dist.all_reduce(sums, group=self.cluster.drafter_group, async_op=True)]

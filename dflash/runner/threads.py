@@ -121,7 +121,7 @@ class PipelineEngine:
     def step(self, plan: StepPlan, lr: float) -> Tensor:
         """One step over all replicas: their shares, the sum of their gradients, their equal updates."""
         sums = self._everyone("share", plan, lr)
-        self.reduce()
+        self.reduce.start()
         applied = self._everyone("apply", plan, lr)
         self._report(force=plan.step == self.last_step)
         device = self.replica.device
@@ -250,12 +250,14 @@ class PipelineEngine:
             seen, what, plan, lr = self.monitor.wait_for(lambda seen=seen: self._order if self._order[0] > seen else None)
             if what == "share":
                 result = None
+                self.reduce.ready(index)  # for a share without items; each item moves it on
                 ledger.enter("wait", plan.step)
                 for item in plan.share(index, len(self.replicas)):
                     slot = queue.take(index, item.index)
                     with self._turn(replica.device):
                         ledger.enter("forward+backward", plan.step)
                         sums = replica.accumulate(item, slot.features, plan.denominator)
+                        self.reduce.ready(index)
                         queue.release(index, slot)
                         ledger.enter("wait", plan.step)
                     ledger.add_tokens(int(item.pack.lengths.sum()))
@@ -263,6 +265,7 @@ class PipelineEngine:
                 ledger.enter("reduce", plan.step)
             else:
                 with self._turn(replica.device):
+                    self.reduce.wait(index)
                     ledger.enter("optimizer", plan.step)
                     result = replica.apply(lr, plan)
                     ledger.enter("idle")
