@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -55,6 +57,25 @@ class Readback:
         if self.event is not None:
             self.event.synchronize()
         return self.host.tolist()
+
+
+@contextmanager
+def one_host_thread(devices: Iterable[torch.device]) -> Iterator[None]:
+    """Where nothing computes on the CPU, let torch use one thread for each operation there, until the end of the context.
+
+    What is left for the host of a run on GPUs are small index tensors. Torch spreads some of those operations over as many
+    threads as there are cores, in every worker thread anew, and the threads then spin for work that does not come: cores
+    are taken from the workers that queue kernels. Entered before the warmup, because compiled code is guarded by the number.
+    """
+    before = torch.get_num_threads()
+    if any(torch.device(device).type == "cpu" for device in devices) or before == 1:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def attention_without_plans() -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from dflash.acceptance import evaluate_acceptance
 from dflash.compile_safety import protected
 from dflash.control import RunControl
+from dflash.devices import one_host_thread
 from dflash.engine import Engine, Replica, SerialEngine
 from dflash.errors import RunError
 from dflash.job import Data, Job, capture_features, prepare, prepare_data
@@ -120,6 +121,7 @@ def _train(run: Run, config: RunConfig, control: RunControl, resume: bool, log: 
         for line in job.data.report.table().splitlines():
             log(line)
         state = load_training(run, log) if resume else None
+        stack.enter_context(one_host_thread(topology.devices))
         capture_features(job, log)
         engine = build_engine(job, topology, run)
         stack.callback(engine.close)

@@ -27,6 +27,7 @@ from dflash.bench.pipeline_case import (
 from dflash.bench.timing import StepClock, environment, free_memory, matmul_ceiling, measure, refuse_hours, write_json
 from dflash.bench.workload import matmul_flops
 from dflash.compile_safety import protected
+from dflash.devices import one_host_thread
 from dflash.engine import Replica
 from dflash.features import OnlineFeatures
 from dflash.run_config import RuntimeOptions
@@ -59,7 +60,7 @@ def memory_now(devices) -> dict[str, dict[str, int | None]]:
 def measure_target(case: Case, target, ceiling: float, repeats: int = 3) -> dict:
     """One target with nothing to wait for, on one pack after another."""
     source, packs = OnlineFeatures(target), cycle(make_packs(case))
-    with on(target.device):
+    with on(target.device), one_host_thread([target.device]):
         timing = measure(lambda: source.get(next(packs)), target.device, 1, repeats)
     flops = target_flops(case, target)
     return {"tokens_per_second": case.shape.tokens / timing.median, "seconds": timing.median,
@@ -76,7 +77,7 @@ def measure_drafter(case: Case, target, replica: Replica, ceiling: float, repeat
         replica.accumulate(item, features, plan.denominator)
         replica.apply(0.0, plan)
 
-    with on(replica.device):
+    with on(replica.device), one_host_thread([replica.device]):
         timing = measure(step, replica.device, 2, repeats)
     flops = matmul_flops(case.shape, case.soft_labels)
     return {"tokens_per_second": case.shape.tokens / timing.median, "seconds": timing.median,
@@ -97,8 +98,9 @@ def run_steps(engine: PipelineEngine, steps: int, topology: Topology, lr: float,
     samples, tokens, clock = [], 0, StepClock()
     plans, began = engine.planner, time.perf_counter()
     try:
-        with protected(engine.warmup_jobs(plans.step(1)), run_dir=run_dir, step_timeout=step_timeout,
-                       on_hang=engine.on_hang) as protection:
+        with one_host_thread(topology.devices), protected(
+                engine.warmup_jobs(plans.step(1)), run_dir=run_dir, step_timeout=step_timeout,
+                on_hang=engine.on_hang) as protection:
             engine.start(1)
             for number in range(1, steps + 1):
                 plan = plans.step(number)

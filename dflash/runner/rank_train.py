@@ -18,7 +18,7 @@ from dflash.checkpoint import checkpoint_folder, load_trainer_state
 from dflash.compile_safety import protected
 from dflash.control import RunControl
 from dflash.data import Pack
-from dflash.devices import dtype_named
+from dflash.devices import dtype_named, one_host_thread
 from dflash.engine import FeatureSource, Replica
 from dflash.features import make_source
 from dflash.job import Data, make_drafter, make_planner, prepare_data, say_random
@@ -90,6 +90,7 @@ def _work(cluster: Cluster, life: LifeLine, run: Run, config: RunConfig, topolog
         if resume:
             whole = cluster.drafts and config.runtime.drafter_parallel == "replicate"
             state = _resumed(cluster, run, say, whole)
+        stack.enter_context(one_host_thread(topology.devices))
         first_step = 1 if state is None else state["step"] + 1
         soft, metrics = config.train.soft_labels, run.metrics if cluster.node == 0 else None
         if not cluster.drafts:
