@@ -61,6 +61,16 @@ def test_a_crash_keeps_its_output(tmp_path):
     (tmp_path / "crash.py").write_text("import sys\nprint('RESULT not json')\nsys.exit(3)\n")
     done = run_isolated("crash", [], limit=20.0, env={"PYTHONPATH": str(tmp_path)})
     assert (done.hung, done.exit_code, done.value) == (False, 3, None) and "not json" in done.output
+    assert done.death == "exit code 3: RESULT not json"
+
+
+def test_a_child_that_died_says_of_what_and_where(tmp_path):
+    (tmp_path / "dead.py").write_text(
+        "import ctypes, threading\ndef deadly():\n    ctypes.string_at(0)\n"
+        "thread = threading.Thread(target=deadly)\nthread.start()\nthread.join()\n")
+    done = run_isolated("dead", [], limit=20.0, env={"PYTHONPATH": str(tmp_path)})
+    assert done.death.startswith("killed by SIGSEGV: Segmentation fault, in string_at")
+    assert "deadly (dead.py:3)" in done.death and str(tmp_path) not in done.death
 
 
 def test_each_run_has_an_empty_compile_cache(tmp_path):

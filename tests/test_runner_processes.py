@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -10,7 +12,7 @@ from dflash.bench.pipeline_checks import run_torchrun, serial_run
 from dflash.errors import ConfigError
 from dflash.run_config import RuntimeOptions
 from dflash.runner.cluster import Roles, roles_of, workers
-from dflash.runner.processes import Schedule, steps_ahead
+from dflash.runner.processes import LocalInbox, Schedule, steps_ahead
 from dflash.topology import decide
 
 
@@ -64,6 +66,19 @@ def test_a_rank_that_raises_ends_all_of_them():
     assert ran["code"] != 0 and ran["result"] is None
     assert "OSError: a made-up failure of a rank" in ran["output"] and "in failing" in ran["output"]
     assert ran["seconds"] < 45  # the start of torch in every process included
+
+
+def test_a_rank_with_a_target_of_its_own_captures_one_item_ahead_and_none_twice():
+    calls = []
+    inbox = LocalInbox(SimpleNamespace(get=lambda pack: calls.append(pack) or f"features of {pack}"))
+    items = [SimpleNamespace(index=index, pack=f"pack {index}") for index in range(4)]
+    inbox.expect(tuple(items[:2]))
+    assert [inbox.take(0), inbox.take(1)] == ["features of pack 0", "features of pack 1"]
+    inbox.capture(items[2])
+    assert inbox.depth == 1 and calls == ["pack 0", "pack 1", "pack 2"]
+    inbox.expect(tuple(items[2:]))
+    assert [inbox.take(2), inbox.take(3)] == ["features of pack 2", "features of pack 3"]
+    assert inbox.depth == 0 and calls == ["pack 0", "pack 1", "pack 2", "pack 3"]
 
 
 def test_ranks_and_roles():

@@ -118,7 +118,7 @@ def _classify(run) -> tuple[str, str]:
     if run.hung:
         return "hang", run.output[-1500:]
     if run.value is None:
-        return "crash", f"exit code {run.exit_code}: {run.output[-1500:]}"
+        return "crash", run.death
     if run.value["errors"]:
         return "error", run.value["errors"][0]
     if run.value["mismatches"]:

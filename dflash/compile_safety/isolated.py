@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -26,6 +27,17 @@ class IsolatedResult:
     exit_code: int | None
     seconds: float
     output: str  # tail of stdout and stderr
+    fatal: str | None = None  # one line, where the interpreter itself died: of what, and in which Python functions
+
+    @property
+    def death(self) -> str:
+        """What ended a child that said nothing, in one line."""
+        if self.exit_code is not None and self.exit_code < 0:
+            how = f"killed by {signal.Signals(-self.exit_code).name}"
+        else:
+            how = f"exit code {self.exit_code}"
+        last = self.output.strip().splitlines() or ["no output"]
+        return f"{how}: {self.fatal or last[-1]}"
 
 
 def run_isolated(
@@ -65,7 +77,7 @@ def run_isolated(
     finally:
         if cache is None:
             shutil.rmtree(folder, ignore_errors=True)
-    return IsolatedResult(_result(text), hung, code, time.perf_counter() - begin, text[-TAIL:])
+    return IsolatedResult(_result(text), hung, code, time.perf_counter() - begin, text[-TAIL:], _fatal(text))
 
 
 def report(value: dict) -> None:
@@ -79,6 +91,19 @@ def _kill_group(process: subprocess.Popen) -> None:
     except ProcessLookupError:
         pass
     process.wait()
+
+
+def _fatal(text: str, frames: int = 4) -> str | None:
+    """What faulthandler wrote of a fatal error: its name, and the innermost functions of the thread that it happened in."""
+    before, found, rest = text.rpartition("Fatal Python error: ")
+    if not found:
+        return None
+    name, _, stacks = rest.partition("\n")
+    _, current, stack = stacks.partition("Current thread ")
+    where = [f"{function} ({Path(file).name}:{line})" for file, line, function in
+             re.findall(r'  File "(.+)", line (\d+) in (.+)', (stack if current else stacks).split("\n\n")[0])]
+    late = ", after the stacks of all threads had been printed" if "Timeout (" in before else ""
+    return f"{name.strip()}{late}" + (f", in {' < '.join(where[:frames])}" if where else "")
 
 
 def _result(text: str) -> dict | None:

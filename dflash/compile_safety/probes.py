@@ -64,8 +64,7 @@ def run_probe(
     if result.hung:
         return ProbeResult(name, protect, "hang", f"killed after {limit:.0f} s", result.seconds)
     if result.value is None:
-        last = result.output.strip().splitlines()[-1:] or ["no output"]
-        return ProbeResult(name, protect, "error", f"exit code {result.exit_code}: {last[0][:300]}", result.seconds)
+        return ProbeResult(name, protect, "error", result.death[:300], result.seconds)
     return ProbeResult(name, protect, result.value["verdict"], result.value["detail"], result.seconds)
 
 
