@@ -69,6 +69,10 @@ class EvaluateOptions:
             raise ConfigError("give either a run folder (--run) or a drafter folder (--drafter), not both or none")
         if self.limit < 1 or self.max_new_tokens < 1:
             raise ConfigError(f"limit and max_new_tokens must be at least 1, got {self.limit}, {self.max_new_tokens}")
+        if not self.temperature >= 0:
+            raise ConfigError(f"temperature must be at least 0, got {self.temperature}")
+        if not 0 <= self.seed < 2**63:
+            raise ConfigError(f"seed must be at least 0 and below 2**63, got {self.seed}")
         if self.thinking not in ("auto", "on", "off"):
             raise ConfigError(f"thinking must be auto, on or off, got {self.thinking!r}")
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .errors import ConfigError, RunError
-from .run_config import coerce, setting_names
+from dflash.errors import ConfigError, RunError
+from dflash.run_config import coerce, setting_names
 
 if TYPE_CHECKING:
     import nbformat
@@ -173,3 +173,17 @@ def help_text(declared: Mapping[str, Parameter]) -> str:
         f"  {p.name:<{width}}  {p.annotation or 'any'} = {p.default!r}{'  ' + p.help if p.help else ''}"
         for p in declared.values()
     )
+
+
+def one_of(what: str, name: str, known: tuple[str, ...], word: str) -> str:
+    """`name`, or ConfigError with the names there are; `word` is the parameter's value for no choice."""
+    if name not in known:
+        raise ConfigError(f"{what} has {name!r}; wanted {word}, or of {', '.join(known)}")
+    return name
+
+
+def refuse_below(least: float, **numbers: float) -> None:
+    """Raises ConfigError naming the first parameter that is less than `least`, or no number."""
+    for name, value in numbers.items():
+        if not value >= least:
+            raise ConfigError(f"{name} must be at least {least:g}, got {value:g}")

@@ -25,7 +25,7 @@ from tqdm import tqdm
 from dflash.endpoint import Endpoint
 from dflash.errors import ConfigError, DataError
 from dflash.generation import ENGINES, Answer, Generator, Sampling, tokens_per_second
-from dflash.isolation.choices import refuse_below
+from dflash.parameters import refuse_below
 from dflash.prompts import make_prompts, prompts_in
 from dflash.random_target import NOTHING_TO_DECODE, is_random
 from dflash.target import Target, load_target

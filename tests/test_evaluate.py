@@ -210,6 +210,9 @@ def test_refusals(tmp_path):
         EvaluateOptions()
     with pytest.raises(ConfigError, match="at least 1"):
         EvaluateOptions(run="x", limit=0)
+    for name, value in (("temperature", -0.5), ("temperature", float("nan")), ("seed", -1), ("seed", 2**63)):
+        with pytest.raises(ConfigError, match=f"{name} must be at least 0"):
+            EvaluateOptions(run="x", **{name: value})
     with pytest.raises(ConfigError, match="dtype must be one of"):
         dtype_named("float99")
     for name, message in (("gpu", "no device 'gpu'"), ("cuda:77", "cuda:77 is not here, this machine has"),

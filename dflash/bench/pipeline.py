@@ -246,7 +246,7 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument("--tokens", type=whole(), help="context tokens of a pack; the shape's")
     parser.add_argument("--gpus", help="drafter devices, as in a run (cpu:2 for two CPU workers)")
     parser.add_argument("--target-gpus", help="target devices")
-    parser.add_argument("--target-layers", type=whole(), default=8)
+    parser.add_argument("--target-layers", type=whole(2), default=8, help="layers below the last are captured")
     parser.add_argument("--hybrid", action="store_true", help="a target with linear attention (Qwen3.6's kind)")
     parser.add_argument("--labels", default="soft", choices=["soft", "hard"])
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], help="the device's default")

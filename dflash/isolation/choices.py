@@ -6,7 +6,7 @@ import torch
 
 from dflash.compile_safety.probes import PROBES
 from dflash.devices import device_named
-from dflash.errors import ConfigError
+from dflash.parameters import one_of
 
 COMPILERS = ("inductor", "eager")
 
@@ -33,17 +33,3 @@ def choose_probes(names: str) -> tuple[str, ...]:
     if names.strip() == "all":
         return PROBES
     return tuple(one_of("probes", name.strip(), PROBES, "all") for name in names.split(","))
-
-
-def one_of(what: str, name: str, known: tuple[str, ...], word: str) -> str:
-    """`name`, or ConfigError with the names there are; `word` is the parameter's value for no choice."""
-    if name not in known:
-        raise ConfigError(f"{what} has {name!r}; wanted {word}, or of {', '.join(known)}")
-    return name
-
-
-def refuse_below(least: float, **numbers: float) -> None:
-    """Raises ConfigError naming the first parameter that is less than `least`, or no number."""
-    for name, value in numbers.items():
-        if not value >= least:
-            raise ConfigError(f"{name} must be at least {least:g}, got {value:g}")
