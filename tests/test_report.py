@@ -247,6 +247,16 @@ def test_widget_state_and_scripts_of_a_notebook_stay_out(tmp_path):
     assert len(page) < 100_000 and "alert(1)" not in page and "This notebook ran to its end." in page
 
 
+def test_the_lines_of_a_text_form_stay_lines_under_the_plot(tmp_path):
+    drawn = [nbformat.v4.new_output("display_data", {"image/png": "iVBORw0KGgo=", "text/plain": text})
+             for text in ("one line", "drafter 0 |##--|\ndrafter 1 | ###|")]
+    nbformat.write(executed(("show()", 1, drawn)), tmp_path / "n.ipynb")
+    page = build_report(tmp_path / "n.ipynb", static=True).read_text()
+    assert "<figcaption>one line</figcaption>" in page
+    assert '<figcaption class="drawn">drafter 0 |##--|\ndrafter 1 | ###|</figcaption>' in page
+    assert re.search(r"figcaption\.drawn \{[^}]*white-space:\s*pre;", page)
+
+
 def test_sources_that_are_no_runs_are_refused(tmp_path):
     with pytest.raises(RunError, match="does not exist; give an executed notebook or a run folder"):
         build_report(tmp_path / "x.ipynb")

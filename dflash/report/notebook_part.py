@@ -119,7 +119,7 @@ def _use_figure(output: Any, static: bool) -> None:
         del data[mime]
     if PLOTLY_MIME in data or "image/png" in data:
         figure = None if static else data.get(PLOTLY_MIME)
-        caption = data.get("text/plain", "")
+        caption = "".join(data.get("text/plain", ""))
         if data.get("image/png") or figure:
             output["data"] = {"text/html": figure_html(data.get("image/png"), figure, str(caption))}
 
@@ -133,6 +133,7 @@ def figure_html(png: str | None, figure: dict[str, Any] | None, caption: str = "
     if figure is not None:
         content = json.dumps(figure, separators=(",", ":")).replace("</", "<\\/")
         data = f'<script type="application/json">{content}</script>'
-    line = f"<figcaption>{html.escape(caption)}</figcaption>" if caption and wide else ""
+    drawn = ' class="drawn"' if "\n" in caption else ""  # a table, or a plot in characters: its lines stay lines
+    line = f"<figcaption{drawn}>{html.escape(caption)}</figcaption>" if caption and wide else ""
     kind = "plot wide" if wide else "plot"
     return f'<figure class="{kind}"><div class="canvas">{image}</div>{data}{line}</figure>'

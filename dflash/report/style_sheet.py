@@ -46,6 +46,7 @@ figure.plot { margin:0; background:var(--card); border:1px solid var(--rule); bo
 figure.plot img { max-width:100%; height:auto; display:block; margin:0 auto; border-radius:5px; }
 figure.plot.wide { margin:10px 0; }
 figcaption { color:var(--soft); font-size:12.5px; padding:2px 8px 4px; }
+figcaption.drawn { font:11.5px/1.35 ui-monospace,SFMono-Regular,Menlo,Consolas,monospace; white-space:pre; overflow-x:auto; }
 pre, code { font-size:12.5px; line-height:1.5;
   font-family:ui-monospace,SFMono-Regular,Menlo,Consolas,monospace; }
 pre { background:var(--code); border-radius:6px; padding:10px 13px; overflow:auto; margin:8px 0; }
