@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import traceback
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -268,3 +269,33 @@ def test_closing_in_the_middle_leaves_no_thread():
     engine.close()
     assert time.monotonic() - began < 5
     assert not [t for t in threading.enumerate() if t.name.startswith(("drafter[", "target["))]
+
+
+def test_planning_the_next_item_keeps_nobody_else_waiting():
+    """A plan of a large pack takes milliseconds: neither the queue nor who asks for an earlier plan may wait for it."""
+    asked, go_on = threading.Event(), threading.Event()
+
+    class Slow:
+        def step(self, step: int):
+            if step == 2:
+                asked.set()
+                assert go_on.wait(20)
+            return SimpleNamespace(items=(SimpleNamespace(index=step - 1, pack=None),))
+
+    plans = SharedPlanner(Slow())
+    first = plans.step(1)
+    monitor = Monitor()
+    queue = HandOver([CPU], 1, schedule(plans, 1, 2, 1), monitor)
+    assert queue.claim(0).item.index == 0
+    claimed = []
+    worker = threading.Thread(target=lambda: claimed.append(queue.claim(1)), daemon=True)
+    worker.start()
+    assert asked.wait(20)
+    try:
+        assert monitor.changed.acquire(timeout=5)
+        monitor.changed.release()
+        assert plans.step(1) is first
+    finally:
+        go_on.set()
+        worker.join(20)
+    assert claimed[0].item.index == 1 and plans.step(2) is plans.step(2) and queue.claim(0) is None

@@ -11,6 +11,7 @@ is done. The captured tensors are kept until their copy is done.
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -73,6 +74,7 @@ class HandOver:
         self.lanes = [_Lane(device) for device in devices]
         self.depth, self.monitor, self.paired = depth, monitor, paired
         self._items = items
+        self._claims = threading.Lock()
         self._exhausted = False
         self._streams: dict[tuple[int, torch.device], torch.cuda.Stream] = {}
         self._soft = True
@@ -110,7 +112,7 @@ class HandOver:
 
     def claim(self, worker: int) -> Ticket | None:
         """The next item for a target worker; None when there is none any more."""
-        with self.monitor.changed:
+        with self._claims:  # not the monitor's lock: the next item may have to be planned, and nobody else waits for that
             if self.monitor.stopped:
                 raise Stopped
             mine = [worker] if self.paired else range(len(self.lanes))
@@ -125,7 +127,8 @@ class HandOver:
                 return None
             drafter = min(choices, key=lambda i: self.lanes[i].waiting[0].index)
             item = self.lanes[drafter].waiting.popleft()
-            self.lanes[drafter].turns.append(item.index)
+            with self.monitor.changed:
+                self.lanes[drafter].turns.append(item.index)
             return Ticket(drafter, item)
 
     def reserve(self, ticket: Ticket) -> Slot:

@@ -34,20 +34,25 @@ _JOIN = 10.0  # seconds that a worker may take to leave
 
 
 class SharedPlanner:
-    """A planner that several threads may ask; the plans of the last steps are made once."""
+    """A planner that several threads may ask; the plans of the last steps are made once, one at a time. Who asks for a plan
+    that is there never waits for one that is being made."""
 
     def __init__(self, planner: Planner, keep: int = 64):
         self._planner, self._keep = planner, keep
-        self._lock = threading.Lock()
+        self._making = threading.Lock()
         self._plans: dict[int, StepPlan] = {}
 
     def step(self, step: int) -> StepPlan:
-        with self._lock:
-            if step not in self._plans:
-                self._plans[step] = self._planner.step(step)
+        plan = self._plans.get(step)
+        if plan is not None:
+            return plan
+        with self._making:
+            plan = self._plans.get(step)
+            if plan is None:
+                plan = self._plans[step] = self._planner.step(step)
                 while len(self._plans) > self._keep:
                     del self._plans[min(self._plans)]
-            return self._plans[step]
+            return plan
 
     def __getattr__(self, name: str):
         return getattr(self._planner, name)
