@@ -38,6 +38,9 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         return args.run(args) or 0
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
     except DFlashError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2

@@ -47,6 +47,9 @@ class RunControl:
 
     Any thread may call any method. Requests that were made before this object existed are not acted on,
     except a pause, which lasts until it is lifted; so make the object before the first step.
+
+    Args:
+        handled: what `handled()` of another object gave, in another process: requests since then are acted on too.
     """
 
     def __init__(
@@ -54,15 +57,20 @@ class RunControl:
         run_path: str | os.PathLike[str],
         metrics: MetricsWriter | None = None,
         poll_interval: float = 0.2,
+        handled: dict[str, int] | None = None,
     ) -> None:
         self.path = Path(run_path) / CONTROL_NAME
         self.metrics = metrics
         self.poll_interval = poll_interval
         self._lock = threading.Lock()
         self._state = _read(self.path)
-        self._done = {name: self._state[name] for name in ("checkpoint", "evaluate", "stop")}
+        self._done = {name: (handled or self._state)[name] for name in ("checkpoint", "evaluate", "stop")}
         self._next_look = 0.0
         self._paused = False
+
+    def handled(self) -> dict[str, int]:
+        """How many requests of each kind were acted on, or came before this object; for an heir in another process."""
+        return dict(self._done)
 
     def pause(self) -> None:
         """Hold before the next step, keeping everything in memory."""

@@ -41,7 +41,8 @@ def save_training(run: Run, config: RunConfig, engine: Engine, trainer: Trainer,
     replica = engine.replica
     state = {"optimizer": replica.optimizer.state_dict(), "trainer": trainer.state_dict(),
              "plan": plan_fingerprint(trainer.planner)}
-    facts = {"acceptance_length": trainer.acceptance_at(step), "metrics_offset": run.metrics.offset}
+    facts = {"acceptance_length": trainer.acceptance_at(step), "metrics_offset": run.metrics.offset,
+             "dtypes": [config.target.target_dtype, config.train.dtype]}
     with whole_drafter(engine) as drafter:
         return save_checkpoint(run.path, step, drafter, config.target.target, state, keep=config.train.keep_checkpoints,
                                facts=facts, write_shards=getattr(engine, "write_shards", None))
@@ -73,6 +74,11 @@ def refuse_resume(run_path: str | os.PathLike[str], config: RunConfig) -> None:
         differs.append(("num_captured", len(captured), config.target.num_captured))
     for name, was, now in differs:
         raise ResumeError(f"{folder} has {name} {was}, the settings say {now}; put it back, or start a new run")
+
+
+def dtypes_before(run_path: str | os.PathLike[str]) -> tuple[str, str] | None:
+    """(target_dtype, dtype) that the newest checkpoint was trained in, "auto" decided; None where it does not say."""
+    return tuple(checkpoint_facts(latest_checkpoint(run_path)).get("dtypes") or ()) or None
 
 
 def load_training(run: Run, say: Callable[[str], None] = lambda line: None, whole: bool = True) -> dict[str, Any]:

@@ -162,8 +162,8 @@ class RuntimeOptions:
                  "launcher=torchrun, or drafter_parallel=replicate")
         _require(self.queue_depth >= 1, f"queue_depth must be at least 1, got {self.queue_depth}")
         _require(self.gpus_per_target >= 1, f"gpus_per_target must be at least 1, got {self.gpus_per_target}")
-        _require(0 < self.watchdog_seconds < math.inf,
-                 f"watchdog_seconds must be positive and finite, got {self.watchdog_seconds}")
+        _require(1 <= self.watchdog_seconds < math.inf,
+                 f"watchdog_seconds must be at least 1 and finite, got {self.watchdog_seconds}")
 
 
 DTYPES = ("auto", "float32", "bfloat16")

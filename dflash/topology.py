@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from dflash.run_config import RuntimeOptions
 
 CPU = torch.device("cpu")
+MOST_CPU_WORKERS = 64
 _CPU_WORKERS = re.compile(r"cpu(?::([0-9]+))?")
 _INDEX = re.compile(r"(?:cuda:)?([0-9]+)")
 FORMS = "'5,6,7', 5, [5, 6, 7], 'all', 'cpu', 'cpu:3' (three CPU workers), or nothing for the default"
@@ -142,6 +143,9 @@ def _cpu_count(text: str, name: str) -> int:
     count = int(_CPU_WORKERS.fullmatch(text)[1] or 1)
     if count < 1:
         raise ConfigError(f"{name}={text} asks for no worker at all; write cpu for one, or cpu:N for N")
+    if count > MOST_CPU_WORKERS:
+        raise ConfigError(f"{name}={text} asks for {count} workers on one CPU; at most {MOST_CPU_WORKERS} make sense, as "
+                          "many as the GPUs that they stand for")
     return count
 
 
@@ -157,7 +161,7 @@ def decide(runtime: RuntimeOptions, available: int | None = None) -> Topology:
     drafters = parse_gpus(runtime.gpus, count, "gpus")
     targets = parse_gpus(runtime.target_gpus, count, "target_gpus")
     if isinstance(drafters, str) or isinstance(targets, str) or not count:
-        return _with_cpu(drafters, targets, count)
+        return _with_cpu(drafters, targets, count, runtime.gpus_per_target)
     reason = []
     if drafters is None and targets is None:
         if count == 1:
@@ -194,13 +198,16 @@ def default_drafters(count: int) -> int:
     return max(1, count * 3 // 8)
 
 
-def _with_cpu(drafters: list[int] | str | None, targets: list[int] | str | None, count: int) -> Topology:
+def _with_cpu(drafters: list[int] | str | None, targets: list[int] | str | None, count: int, size: int) -> Topology:
     """At least one side on the CPU."""
     def devices(value: list[int] | str | None, name: str) -> list[torch.device]:
         if isinstance(value, list):
             return [_cuda(i) for i in value]
         return [CPU] * _cpu_count(value or "cpu", name)
 
+    if size != 1:
+        raise ConfigError(f"gpus_per_target={size} spreads a target over GPUs, and here a side runs on the CPU; use "
+                          "gpus_per_target=1")
     drafts, feeds = devices(drafters, "gpus"), devices(targets, "target_gpus")
     if targets is None:
         feeds = list(drafts)  # each drafter with a target of its own

@@ -22,7 +22,7 @@ from dflash.job import Data, Job, capture_features, prepare, prepare_data
 from dflash.memory_estimate import estimate_run, refuse_what_does_not_fit
 from dflash.memory_help import explained
 from dflash.refusals import refuse_run
-from dflash.resume import load_training, refuse_resume, same_plan, save_training
+from dflash.resume import dtypes_before, load_training, refuse_resume, same_plan, save_training
 from dflash.run_config import RunConfig
 from dflash.run_lock import locked
 from dflash.runner.launcher import train_with_torchrun
@@ -107,7 +107,8 @@ def _train(run: Run, config: RunConfig, control: RunControl, resume: bool, log: 
     memory = estimate_run(config, topology)
     for line in topology.table(memory).splitlines():
         log(line)
-    config = fit_to(config, topology, log)
+    config = fit_to(config, topology, log, dtypes_before(run.path) if resume else None)
+    refuse_what_does_not_fit(memory, config)
     devices = [str(device) for device in topology.devices]
     first = topology.targets[0]
     with ExitStack() as stack:

@@ -36,6 +36,7 @@ from dflash.runner.threads import PipelineEngine
 from dflash.sampler import resident_bytes
 from dflash.topology import CPU, Topology, decide
 
+_TOO_FAST = 1.5  # a pipeline above this share of its slower side shows that a stage alone was measured too slow
 SHAPES = {"tiny": TINY, "small": SMALL, "medium": MEDIUM, "full": FULL}
 
 
@@ -210,7 +211,10 @@ def run(args: argparse.Namespace) -> int:
     print(topology.table())
     result = measure_pipeline(case, topology, args.steps, args.queue_depth)
     print(table(result))
-    if args.advise is not None:
+    if args.advise is not None and result["of_slower_side"] > _TOO_FAST:
+        print(f"no advice: the pipeline was {result['of_slower_side']:.1f} times as fast as its stages alone allow, so others "
+              "used this machine while those were measured; measure again when it is quiet")
+    elif args.advise is not None:
         gpus = args.advise or max(2, len(topology.devices))
         print(advice(gpus, Rates(**result["rates"]), (gpus - drafters, drafters)))
     if args.check:

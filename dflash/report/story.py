@@ -121,6 +121,11 @@ def hardware(environment: dict[str, Any], series: RunSeries) -> str:
     return ", ".join(part for part in (where, software) if part)
 
 
+def _on_gpus(series: RunSeries) -> bool:
+    """Whether more devices can help at all: workers on a CPU share its cores."""
+    return any(name.startswith("cuda") for name in series.memory) or not series.memory
+
+
 def bottleneck(series: RunSeries) -> str:
     """Who waited for whom; or how busy the devices were; or that nothing was measured."""
     share: dict[str, list[float]] = {}
@@ -135,10 +140,10 @@ def bottleneck(series: RunSeries) -> str:
     if "target" in waits and "drafter" in waits:
         target, drafter = waits["target"], waits["drafter"]
         facts = f"drafters waited {drafter:.0%} of their time, targets {target:.0%}"
-        if drafter > target + 0.1:
-            return f"The target is the bottleneck: {facts}. More target devices would raise throughput."
-        if target > drafter + 0.1:
-            return f"The drafter is the bottleneck: {facts}. More drafter devices would raise throughput."
+        for side, waited in (("target", drafter - target), ("drafter", target - drafter)):
+            if waited > 0.1:
+                more = f" More {side} devices would raise throughput." if _on_gpus(series) else ""
+                return f"The {side} is the bottleneck: {facts}.{more}"
         return f"Target and drafter are balanced: {facts}."
     if waits:
         worst = max(waits, key=lambda kind: waits[kind])

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 from torch.distributed import run
+from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
@@ -93,6 +94,9 @@ def main(arguments: Sequence[str]) -> None:
         for rank, number in killed_ranks(error):
             print(f"{KILLED}rank {rank} by {signal.Signals(number).name}", file=sys.stderr, flush=True)
         raise
+    except SignalException as error:  # its ranks have left by themselves, or were ended
+        print(f"torchrun ends: {error.sigval.name}", file=sys.stderr, flush=True)
+        sys.exit(128 + error.sigval)
 
 
 if __name__ == "__main__":

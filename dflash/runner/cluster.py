@@ -26,6 +26,7 @@ from dflash.errors import ConfigError, DFlashError, RunError
 from dflash.topology import Topology
 
 KILLED = "killed by a signal: "  # begins a line of the ranks' output; what follows names the rank and the signal
+CONTROL = "DFLASH_CONTROL"  # environment variable of ranks: the requests that their launcher had handled, as JSON
 LAUNCHER = "DFLASH_LAUNCHER"  # environment variable of ranks: which process started them
 _LOOK = 0.2  # seconds between two looks for ranks that are still to come
 _BEAT = 1.0  # seconds between two signs of life

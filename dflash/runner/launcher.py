@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -13,10 +14,11 @@ from pathlib import Path
 from dflash.checkpoint import latest_checkpoint
 from dflash.control import RunControl
 from dflash.errors import RunError
+from dflash.memory_estimate import estimate_run, refuse_what_does_not_fit
 from dflash.resume import refuse_resume, rewind_record
 from dflash.run_config import RunConfig
 from dflash.run_lock import locked
-from dflash.runner.cluster import KILLED, LAUNCHER, launcher_mark, workers
+from dflash.runner.cluster import CONTROL, KILLED, LAUNCHER, launcher_mark, workers
 from dflash.telemetry import Run, read_metrics
 from dflash.topology import decide
 from dflash.training import Outcome
@@ -48,7 +50,9 @@ def train_with_torchrun(run: Run, config: RunConfig, control: RunControl | None 
         where it cannot go on with these settings.
     """
     control = control or RunControl(run.path, run.metrics)
-    command = torchrun_command(workers(decide(config.runtime)), [
+    topology = decide(config.runtime)
+    refuse_what_does_not_fit(estimate_run(config, topology), config)
+    command = torchrun_command(workers(topology), [
         "-m", "dflash", "train", "--config", str(Path(run.path) / "config.yaml"), *(["--resume"] if resume else [])])
     with locked(run.path):  # rank 0 holds it from here on
         if resume:
@@ -59,7 +63,8 @@ def train_with_torchrun(run: Run, config: RunConfig, control: RunControl | None 
     with open(log_path, "ab") as log:
         log_start = log.tell()
         child = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT,
-                                 env={**child_environment(), LAUNCHER: launcher_mark()},  # ranks end when we are killed
+                                 env={**child_environment(), LAUNCHER: launcher_mark(),  # ranks end when we are killed
+                                      CONTROL: json.dumps(control.handled())},  # a stop while they start is theirs
                                  start_new_session=True)  # a terminal's Ctrl-C reaches us, and we ask rank 0
         try:
             records, _ = _follow(child, run, control, offset, say)

@@ -17,7 +17,6 @@ from dflash.acceptance import evaluate_acceptance
 from dflash.checkpoint import checkpoint_folder, load_trainer_state
 from dflash.compile_safety import protected
 from dflash.control import RunControl
-from dflash.data import Pack
 from dflash.devices import dtype_named, one_host_thread
 from dflash.engine import FeatureSource, Replica
 from dflash.features import make_source
@@ -26,10 +25,10 @@ from dflash.memory_help import explained
 from dflash.plan import Planner
 from dflash.random_target import RandomHead, is_random, random_head
 from dflash.refusals import refuse_run
-from dflash.resume import load_training, refuse_resume, same_plan, save_training, whole_drafter
+from dflash.resume import dtypes_before, load_training, refuse_resume, same_plan, save_training, whole_drafter
 from dflash.run_config import RunConfig
 from dflash.run_lock import locked
-from dflash.runner.cluster import Cluster, LifeLine, refusing, roles_of
+from dflash.runner.cluster import CONTROL, Cluster, LifeLine, refusing, roles_of
 from dflash.runner.processes import ProcessEngine
 from dflash.runner.ranks import held_out_source, make_engine, run_rank, serve_target
 from dflash.runner.sharding import ShardedReplica
@@ -41,10 +40,14 @@ from dflash.telemetry import DeviceSampler, MetricsWriter, Run
 from dflash.topology import Topology, decide
 from dflash.training import Trainer
 
+_LOST = ("onnection closed by peer", "onnection reset by peer", "onnection was likely closed", "remote process exited")
+
 
 def train_rank(folder: str | Path, config: RunConfig, resume: bool = False) -> int:
     """This process's part of the run in `folder`; returns the exit code."""
     run, rank_zero = Run.open(folder), os.environ["RANK"] == "0"
+    handled = os.environ.get(CONTROL)
+    control = RunControl(run.path, run.metrics, handled=json.loads(handled) if handled else None)
     with ExitStack() as held, refusing():
         if rank_zero:
             held.enter_context(locked(run.path))
@@ -62,11 +65,13 @@ def train_rank(folder: str | Path, config: RunConfig, resume: bool = False) -> i
         elif cluster.rank == 0 and failure["rank"] < 0 or "no sign of life" in failure["message"]:
             run.metrics.write("fault", **{k: failure.get(k) for k in ("worker", "type", "message", "traceback")}, step=None)
         if cluster.rank == 0:
-            run.end("failed", message=f"{failure['worker']}: {failure['message']}", seconds=time.perf_counter() - began)
+            lost = "lost another rank: " if any(sign in failure["message"] for sign in _LOST) else ""
+            run.end("failed", message=f"{failure['worker']}: {lost}{failure['message']}",
+                    seconds=time.perf_counter() - began)
 
     def work(cluster: Cluster, life: LifeLine) -> None:
         try:
-            _work(cluster, life, run, config, topology, resume, began)
+            _work(cluster, life, run, config, topology, resume, began, control)
         except torch.OutOfMemoryError as error:
             raise explained(error, config, cluster.name) from error
 
@@ -75,16 +80,19 @@ def train_rank(folder: str | Path, config: RunConfig, resume: bool = False) -> i
 
 
 def _work(cluster: Cluster, life: LifeLine, run: Run, config: RunConfig, topology: Topology, resume: bool,
-          began: float) -> None:
+          began: float, control: RunControl) -> None:
     def say(line: str) -> None:
         run.metrics.write("log", worker=cluster.name, level="info", message=line)
 
     with ExitStack() as stack:
         if cluster.node == 0 and (cluster.device.type == "cuda" or cluster.rank == 0):
             stack.enter_context(DeviceSampler(run.metrics, [str(cluster.device)]))
-        if cluster.rank != 0:  # rank 0 decides when to stop; a terminal's Ctrl-C reaches everyone
-            stack.enter_context(graceful(_Ignore(), announce=False))
-        config = _fitted(cluster, config, topology, say)
+        # rank 0 decides when to stop; a terminal's Ctrl-C reaches everyone
+        leads = cluster.rank == 0
+        stack.enter_context(graceful(control if leads else _Ignore(), announce=False, insist=leads))
+        for line in topology.table().splitlines() if leads else ():
+            say(line)
+        config = _fitted(cluster, config, topology, say, run if resume else None)
         data = prepare_data(config)
         state = None
         if resume:
@@ -109,7 +117,7 @@ def _work(cluster: Cluster, life: LifeLine, run: Run, config: RunConfig, topolog
         for done in protection.warmup.devices if protection.warmup else ():
             run.metrics.write("warmup", device=done.device, seconds=done.seconds, graphs=done.graphs, peak=done.peak_bytes)
         if engine.leads:
-            _lead(engine, source, run, config, data.held_out_packs, state, first_step, protection.beat, say, began)
+            _lead(engine, source, run, config, data, state, first_step, protection.beat, say, began, control)
         else:
             engine.start(first_step)
             engine.follow(protection.beat)
@@ -125,14 +133,16 @@ def _resumed(cluster: Cluster, run: Run, say: Callable[[str], None], whole: bool
     return load_trainer_state(checkpoint_folder(run.path, int(cluster.store.get("resumed"))), whole)
 
 
-def _lead(engine: ProcessEngine, source: FeatureSource | None, run: Run, config: RunConfig, held_out: list[Pack],
-          state: dict | None, first_step: int, beat: Callable[[], None], say: Callable[[str], None], began: float) -> None:
+def _lead(engine: ProcessEngine, source: FeatureSource | None, run: Run, config: RunConfig, data: Data,
+          state: dict | None, first_step: int, beat: Callable[[], None], say: Callable[[str], None], began: float,
+          control: RunControl) -> None:
     """Rank 0: the training loop, and the end of the run's record."""
-    control = RunControl(run.path, run.metrics)
+    for line in data.report.table().splitlines():
+        say(line)
 
     def evaluate() -> dict:
         with whole_drafter(engine) as drafter:
-            return evaluate_acceptance(drafter, source, held_out)
+            return evaluate_acceptance(drafter, source, data.held_out_packs)
 
     trainer = Trainer(
         engine, engine.planner, config.train, run, control, beat=beat,
@@ -143,9 +153,8 @@ def _lead(engine: ProcessEngine, source: FeatureSource | None, run: Run, config:
         say(f"resuming after step {state['step']}")
         if (warning := same_plan(state, engine.planner)) is not None:
             say(warning)
-    with graceful(control, announce=False):
-        outcome = trainer.train(first_step)
-        engine.finish()
+    outcome = trainer.train(first_step)
+    engine.finish()
     say(f"{outcome.status} after step {outcome.step}, {outcome.skipped_steps} steps skipped")
     run.end(outcome.status, step=outcome.step, acceptance_length=outcome.acceptance_length,
             seconds=time.perf_counter() - began, skipped_steps=outcome.skipped_steps)
@@ -158,12 +167,14 @@ class _Ignore:
         pass
 
 
-def _fitted(cluster: Cluster, config: RunConfig, topology: Topology, say: Callable[[str], None]) -> RunConfig:
+def _fitted(cluster: Cluster, config: RunConfig, topology: Topology, say: Callable[[str], None],
+            resumed: Run | None) -> RunConfig:
     """`fit_to` as rank 0 sees it: "auto" dtypes are measured on a CPU, and all ranks must come to the same; packs are
     counted over all nodes."""
     if cluster.rank == 0:
+        before = None if resumed is None else dtypes_before(resumed.path)
         everywhere = replace(topology, drafters=topology.drafters * cluster.roles.nodes)
-        cluster.store.set("config", json.dumps(fit_to(config, everywhere, say).to_dict()))
+        cluster.store.set("config", json.dumps(fit_to(config, everywhere, say, before).to_dict()))
     cluster.store.wait(["config"])
     return RunConfig.from_dict(json.loads(cluster.store.get("config")))
 

@@ -111,7 +111,11 @@ def run_rank(topology: Topology, work: Callable[[Cluster, LifeLine], None], time
         return 0
     except BaseException as error:
         first = life.report(error)
-        failure = life.failure() or {"worker": cluster.name, "message": str(error), "rank": cluster.rank}
+        own = {"worker": cluster.name, "message": str(error), "rank": cluster.rank}
+        try:
+            failure = life.failure() or own
+        except RuntimeError:  # the store went with the process that kept it
+            failure = own
         life.stop()
         on_failure(cluster, failure, error if first else None)
         if first:

@@ -1,26 +1,34 @@
-"""Ctrl-C, the stop button and SIGTERM end a run after its current step, with a checkpoint; a second one ends it now."""
+"""Ctrl-C, the stop button and SIGTERM end a run after its current step, with a checkpoint; a second one ends it now.
+
+Whoever stops all processes of a job at once (systemd, Slurm, a container) signals a rank twice, directly and through its
+torchrun: two signals within `_SAME` seconds are one wish.
+"""
 
 from __future__ import annotations
 
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SAME = 1.0
 
 
 class Received:
     """Which signal asked for the end; None while nobody did."""
 
     number: int | None = None
+    at: float = 0.0
 
 
 @contextmanager
-def graceful(control: Any, announce: bool = True) -> Iterator[Received]:
-    """Turn the first SIGINT or SIGTERM into `control.stop()`; the second one has its usual effect (KeyboardInterrupt).
+def graceful(control: Any, announce: bool = True, insist: bool = True) -> Iterator[Received]:
+    """Turn the first SIGINT or SIGTERM into `control.stop()`; a later one has its usual effect (KeyboardInterrupt), or
+    none without `insist`.
 
     Outside the main thread, where signals cannot be handled, this changes nothing.
     """
@@ -31,8 +39,10 @@ def graceful(control: Any, announce: bool = True) -> Iterator[Received]:
 
     def handle(number: int, frame: object) -> None:
         if received.number is not None:
-            raise KeyboardInterrupt
-        received.number = number
+            if insist and time.monotonic() - received.at > _SAME:
+                raise KeyboardInterrupt
+            return
+        received.number, received.at = number, time.monotonic()
         # not here: the main thread may hold the lock that stop() takes
         threading.Thread(target=control.stop, name="stop-request", daemon=True).start()
         if announce:

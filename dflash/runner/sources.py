@@ -59,14 +59,28 @@ def _another(job: Job, devices: tuple[torch.device, ...]) -> Target:
     return shard_target(target, devices)
 
 
-def fit_to(config: RunConfig, topology: Topology, say: Callable[[str], None] = lambda line: None) -> RunConfig:
+def fit_to(config: RunConfig, topology: Topology, say: Callable[[str], None] = lambda line: None,
+           before: tuple[str, str] | None = None) -> RunConfig:
     """The config with what the topology decides: "auto" dtypes by the devices that compute, and at least one pack a step
-    for each drafter, said out loud, since a drafter without packs only waits."""
-    target = compute_dtype(config.target.target_dtype, topology.targets[0][0])
-    train = compute_dtype(config.train.dtype, topology.drafters[0])
+    for each drafter, said out loud, since a drafter without packs only waits.
+
+    Args:
+        before: of a run that goes on, `resume.dtypes_before`: what "auto" came to then is kept, and a change is said.
+    """
+    asked = {"target_dtype": (config.target.target_dtype, topology.targets[0][0]),
+             "dtype": (config.train.dtype, topology.drafters[0])}
+    decided = []
+    for (name, (wanted, device)), was in zip(asked.items(), before or (None, None), strict=True):
+        now = was if was and wanted == "auto" else str(compute_dtype(wanted, device)).removeprefix("torch.")
+        if was and now != was:
+            say(f"{name} is {now}, and the checkpoint was trained in {was}: the run goes on, but it is not the unbroken run")
+        if was and wanted == "auto" and device.type != "cpu" and now == "float32":
+            say(f"{name} stays float32, as the checkpoint was trained; {name}=bfloat16 is faster on {device}")
+        decided.append(now)
+    target, train = decided
     packs, drafters = config.train.packs_per_step, len(topology.drafters)
     if packs < drafters:
         say(f"packs_per_step {packs} leaves {drafters - packs} of {drafters} drafters idle; using {drafters}")
     return replace(
-        config, target=replace(config.target, target_dtype=str(target).removeprefix("torch.")),
-        train=replace(config.train, dtype=str(train).removeprefix("torch."), packs_per_step=max(packs, drafters)))
+        config, target=replace(config.target, target_dtype=target),
+        train=replace(config.train, dtype=train, packs_per_step=max(packs, drafters)))
