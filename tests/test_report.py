@@ -173,7 +173,10 @@ def test_the_bottleneck_is_read_from_the_record(tmp_path, monkeypatch):
 
     target = ("stage", {"name": "target[0]", "busy_seconds": 1.0, "wait_seconds": 3.0})
     drafter = ("stage", {"name": "drafter[1]", "busy_seconds": 4.0, "wait_seconds": 0.0})
-    assert verdict_of("a", target, drafter).startswith("The drafter is the bottleneck: drafters waited 0%")
+    said = verdict_of("a", target, drafter)
+    assert said.startswith("The drafter is the bottleneck: drafters waited 0%") and "More drafter devices would" in said
+    here = ("device", {"device": "cpu", "used": 1, "utilization": 95.0})
+    assert verdict_of("f", target, drafter, here).endswith("targets 75%."), "workers on a CPU share its cores"
     assert "balanced" in verdict_of("b", ("stage", {**target[1], "wait_seconds": 0.0}), drafter)
     busy = ("device", {"device": "cpu", "used": 1, "utilization": 95.0})
     cores = len(os.sched_getaffinity(0))

@@ -21,8 +21,12 @@ from dflash.__main__ import main
 from dflash.checkpoint import checkpoints, newest_state
 from dflash.errors import ResumeError, RunError
 from dflash.optim import MasterAdamW, finite_each
+from dflash.resume import dtypes_before
+from dflash.run_config import RunConfig, RuntimeOptions
 from dflash.run_lock import locked, refuse_running
+from dflash.runner import sources
 from dflash.telemetry import METRICS_NAME
+from dflash.topology import decide
 
 
 @pytest.fixture(scope="module")
@@ -116,6 +120,30 @@ def test_a_run_that_started_from_a_drafter_keeps_that_drafters_shape(trained, ma
     assert main(["train", "--config", str(config)]) == 0
     assert main(["train", "--config", change(config.parent, "train", steps=6), "--resume"]) == 0
     assert [r["step"] for r in kinds(config.parent)["step"]] == list(range(1, 7))
+
+
+def test_auto_dtypes_stay_those_of_the_checkpoint_and_a_change_is_said(run, monkeypatch):
+    """On a CPU "auto" is a measurement, and one that may come out otherwise when a run goes on."""
+    assert dtypes_before(run) == ("float32", "float32")
+    monkeypatch.setattr(sources, "compute_dtype", lambda name, device: torch.bfloat16 if name == "auto" else
+                        getattr(torch, name))
+    topology = decide(RuntimeOptions(gpus="cpu"), 0)
+    for asked, before, wanted, told in (("auto", None, "bfloat16", 0), ("auto", ("float32",) * 2, "float32", 0),
+                                        ("bfloat16", ("float32",) * 2, "bfloat16", 2)):
+        said = []
+        fitted = sources.fit_to(RunConfig.from_parameters(dtype=asked, target_dtype=asked), topology, said.append, before)
+        assert (fitted.train.dtype, fitted.target.target_dtype) == (wanted, wanted) and len(said) == told
+    assert said[0].startswith("target_dtype is bfloat16, and the checkpoint was trained in float32: the run goes on, but")
+
+
+def test_an_existing_run_is_refused_for_its_memory_too(run, capsys):
+    shutil.rmtree(run / "checkpoints")
+    (run / METRICS_NAME).unlink()
+    for launcher in ("threads", "torchrun"):
+        config = change(run, "runtime", queue_depth=10**9, launcher=launcher, gpus="cpu:2", target_gpus="cpu:1")
+        assert main(["train", "--config", config]) == 2
+        said = capsys.readouterr().err
+        assert "MemoryEstimateError" in said and "Use a smaller queue_depth" in said and "Traceback" not in said
 
 
 def test_without_a_checkpoint_there_is_nothing_to_go_on_from(run, capsys):

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from dflash.__main__ import main
+from dflash.bench import pipeline
 from dflash.bench.pipeline import cpu_workers
 from dflash.bench.timing import StepClock
 from dflash.run_config import RuntimeOptions
@@ -76,18 +77,28 @@ def test_workers_that_share_the_cores_are_counted(gpus, target_gpus, workers):
     assert cpu_workers(decide(RuntimeOptions(gpus=gpus, target_gpus=target_gpus), available=0)) == workers
 
 
-def test_the_bench_measures_checks_and_advises(tmp_path, capsys):
+def test_rates_that_a_pipeline_outruns_give_no_advice(capsys, monkeypatch):
+    """A stage that shared the machine with others while it was measured alone."""
+    monkeypatch.setattr(pipeline, "_TOO_FAST", 0.0)
+    assert main(["bench", "pipeline", "--shape", "tiny", "--gpus", "cpu:1", "--target-gpus", "cpu:1", "--target-layers", "2",
+                 "--steps", "5", "--advise", "8"]) == 0
+    shown = capsys.readouterr().out
+    assert "no advice: the pipeline was" in shown and "best of 8" not in shown
+
+
+def test_the_bench_measures_checks_and_advises(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(pipeline, "_TOO_FAST", float("inf"))  # other tests may use this machine
     out = tmp_path / "pipeline.json"
     assert main(["bench", "pipeline", "--shape", "tiny", "--gpus", "cpu:2", "--target-gpus", "cpu:2", "--target-layers", "4",
                  "--steps", "10", "--check", "--check-steps", "30", "--advise", "8", "--json", str(out)]) == 0
     result = json.loads(out.read_text())
     assert result["target"]["tokens_per_second"] > 0 and result["pipeline"]["finite"]
-    pipeline, tokens = result["pipeline"], 2 * result["shape"]["tokens"]  # two drafters, a pack each
-    assert pipeline["tokens_per_second"] * pipeline["step_seconds"] == pytest.approx(tokens)
-    assert len(pipeline["losses"]) == 10 and pipeline["seconds"] == pytest.approx(pipeline["step_seconds"] / 2)
+    together, tokens = result["pipeline"], 2 * result["shape"]["tokens"]  # two drafters, a pack each
+    assert together["tokens_per_second"] * together["step_seconds"] == pytest.approx(tokens)
+    assert len(together["losses"]) == 10 and together["seconds"] == pytest.approx(together["step_seconds"] / 2)
     assert result["checks"]["stamped packs, depth 8"]["mismatched_elements"] == 0
     assert result["checks"]["losses of the serial reference"]["worst_relative_difference"] < 1e-5
     shown = capsys.readouterr().out
-    assert re.search(rf"^pipeline +[\d,]+ +{pipeline['seconds']:.3f} ", shown, re.M)  # of a pack, as the rows above
+    assert re.search(rf"^pipeline +[\d,]+ +{together['seconds']:.3f} ", shown, re.M)  # of a pack, as the rows above
     assert "4 CPU workers share the cores of one machine" in shown
     assert "best of 8" in shown and "of its slower side" in shown

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import threading
 import time
@@ -12,7 +14,7 @@ import torch
 from runner_jobs import drive_until_hang, options
 from survival_lab import processes_of
 from test_runner_threads import engine_of
-from test_train_command import kinds, material, start, wait_for_steps, write_config  # noqa: F401
+from test_train_command import kinds, losses, material, start, wait_for_steps, write_config  # noqa: F401
 
 from dflash.checkpoint import latest_checkpoint
 from dflash.engine import Replica
@@ -144,6 +146,34 @@ def test_ranks_of_a_killed_launcher_end_with_a_checkpoint(material, tmp_path):  
     assert not processes_of(config), "orphans"
     end = kinds(run)["run_end"][-1]
     assert end["status"] == "interrupted" and latest_checkpoint(run).name.endswith(f"{end['step']:08d}")
+
+
+def test_a_signal_while_ranks_start_ends_the_run_after_its_first_step(material, tmp_path):  # noqa: F811
+    config = write_config(material, tmp_path / "runs/early", gpus="cpu:2", target_gpus="cpu:1", launcher="torchrun",
+                          steps=2000)
+    child, deadline = start(config, tmp_path / "runs"), time.monotonic() + 60
+    while len(processes_of(config)) < 2 and time.monotonic() < deadline:  # the launcher, and its torchrun
+        time.sleep(0.05)
+    child.send_signal(signal.SIGINT)
+    output, _ = child.communicate(timeout=90)
+    end = kinds(config.parent)["run_end"][-1]
+    assert child.returncode == 130 and end["status"] == "interrupted" and end["step"] <= 2, output
+
+
+@pytest.mark.parametrize(("number", "parallel"), [(signal.SIGTERM, "replicate"), (signal.SIGINT, "fsdp2")])
+def test_a_signal_to_every_process_of_a_job_is_one_wish(material, tmp_path, number, parallel):  # noqa: F811
+    """As a container's stop or a batch system sends it; ranks get it from their torchrun once more."""
+    config = write_config(material, tmp_path / "runs/all", gpus="cpu:2", target_gpus="cpu:1", launcher="torchrun",
+                          drafter_parallel=parallel, steps=100000)
+    run, child = config.parent, start(config, tmp_path / "runs")
+    wait_for_steps(run, 3, child)
+    for process in processes_of(config):
+        os.kill(process, number)
+    output, _ = child.communicate(timeout=60)
+    assert child.returncode == 128 + number and "Traceback" not in output, output
+    end, steps = kinds(run)["run_end"], len(losses(run))
+    assert len(end) == 1 and end[0]["status"] == "interrupted" and end[0]["step"] == steps
+    assert latest_checkpoint(run).name.endswith(f"{steps:08d}") and "fault" not in kinds(run)
 
 
 LISTENERS = """

@@ -191,6 +191,8 @@ def test_control_reaches_another_process_by_its_file(run):
     time.sleep(0.02)
     assert not here.at_step()
     assert RunControl(run.path).at_step()  # a stop belongs to the loop that was running, not to a resumed one
+    heir = RunControl(run.path, handled=here.handled())  # as the ranks of a launcher: what came since is theirs
+    assert heir.poll().stop and not heir.poll().checkpoint
     with pytest.raises(RunError, match="unknown action 'restart'; choose one of pause"):
         here.ask("restart")
 

@@ -84,6 +84,16 @@ def test_shared_gpus():
     assert places(decide(RuntimeOptions(target_gpus="0,1"), 2)) == ([1], [[0], [1]], True)
 
 
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"gpus": "cpu:999999999"}, "asks for 999999999 workers on one CPU; at most 64"),
+    ({"gpus": "cpu:1", "target_gpus": "cpu:65"}, "target_gpus=cpu:65 asks for 65 workers"),
+    ({"gpus": "cpu:2", "gpus_per_target": 2}, "gpus_per_target=2 spreads a target over GPUs, and here a side runs on"),
+])
+def test_what_a_cpu_cannot_stand_for_is_refused(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        decide(RuntimeOptions(**changes), 8)
+
+
 def test_cpu_workers_stand_in_for_devices():
     topology = decide(RuntimeOptions(gpus="cpu:3", target_gpus="cpu:5"), 0)
     assert len(topology.drafters) == 3 and len(topology.targets) == 5 and not topology.serial

@@ -165,6 +165,9 @@ def test_refusals(material, tmp_path, capsys):
     assert main(["train", "--config", str(config), "--runs", str(tmp_path / "runs")]) == 2
     assert "gpus=5,6,7 asks for GPU 5, but this machine has" in capsys.readouterr().err
     assert main(["train", "--config", str(tmp_path / "none.yaml")]) == 2
+    config = write_config(material, tmp_path / "wide", packs_per_step=10**9)
+    assert main(["train", "--config", str(config), "--runs", str(tmp_path / "runs")]) == 2
+    assert "packs_per_step is 1,000,000,000, and a step may take at most 4,096 packs" in capsys.readouterr().err
     elsewhere = tmp_path / "mine.yaml"
     elsewhere.write_text(config.read_text())
     assert main(["train", "--config", str(elsewhere), "--resume"]) == 2

@@ -212,7 +212,7 @@ def run(args: argparse.Namespace) -> int:
     result = measure_pipeline(case, topology, args.steps, args.queue_depth)
     print(table(result))
     if args.advise is not None and result["of_slower_side"] > _TOO_FAST:
-        print(f"no advice: the pipeline was {result['of_slower_side']:.1f} times as fast as its stages alone allow, so others "
+        print(f"no advice: the pipeline was {result['of_slower_side']:.1f} times as fast as its stages alone allow: others "
               "used this machine while those were measured; measure again when it is quiet")
     elif args.advise is not None:
         gpus = args.advise or max(2, len(topology.devices))

@@ -19,6 +19,7 @@ from dflash.resume import refuse_resume, rewind_record
 from dflash.run_config import RunConfig
 from dflash.run_lock import locked
 from dflash.runner.cluster import CONTROL, KILLED, LAUNCHER, launcher_mark, workers
+from dflash.runner.signals import SIGNALS
 from dflash.telemetry import Run, read_metrics
 from dflash.topology import decide
 from dflash.training import Outcome
@@ -72,7 +73,8 @@ def train_with_torchrun(run: Run, config: RunConfig, control: RunControl | None 
             _end(child)
     ends = [r for r in records if r["kind"] == "run_end"]
     faults = [r for r in records if r["kind"] == "fault"]
-    if child.returncode or not ends or faults:
+    asked = ends and ends[-1]["status"] == "interrupted" and child.returncode in [128 + number for number in SIGNALS]
+    if (child.returncode and not asked) or not ends or faults:  # where torchrun too was signalled, that is its exit code
         fault = _fault(run, child.returncode, faults, ends, log_path, log_start)
         raise RunError(f"{fault['worker']}: {fault['type']}: {fault['message']}\n{fault.get('traceback') or ''}"
                        f"the ranks' output is in {log_path}")
