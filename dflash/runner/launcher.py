@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import torch
+
 from dflash.checkpoint import latest_checkpoint
 from dflash.control import RunControl
 from dflash.errors import RunError
@@ -52,7 +54,8 @@ def train_with_torchrun(run: Run, config: RunConfig, control: RunControl | None 
     """
     control = control or RunControl(run.path, run.metrics)
     topology = decide(config.runtime)
-    refuse_what_does_not_fit(estimate_run(config, topology), config)
+    if torch.cuda.is_initialized() or not any(device.type == "cuda" for device in topology.devices):
+        refuse_what_does_not_fit(estimate_run(config, topology), config)  # else asking would cost each GPU a context
     command = torchrun_command(workers(topology), [
         "-m", "dflash", "train", "--config", str(Path(run.path) / "config.yaml"), *(["--resume"] if resume else [])])
     with locked(run.path):  # rank 0 holds it from here on
