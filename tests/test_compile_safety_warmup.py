@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import random
+import signal
 import subprocess
 import sys
 import textwrap
@@ -213,10 +214,12 @@ def test_beats_keep_a_run_alive_and_interrupts_still_work(tmp_path):
             time.sleep(0.2)
             watchdog.beat()
     assert watchdog.reason is None and not (tmp_path / "stacks.txt").exists()
-    import signal
-
-    with pytest.raises(KeyboardInterrupt), Watchdog(tmp_path, seconds=30):
-        signal.raise_signal(signal.SIGINT)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background of a script ignores it
+    try:
+        with pytest.raises(KeyboardInterrupt), Watchdog(tmp_path, seconds=30):
+            signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_a_bound_of_zero_is_refused(tmp_path):
@@ -229,8 +232,8 @@ def test_a_main_thread_that_cannot_be_reached_ends_the_process(tmp_path):
     program = textwrap.dedent(f"""
         import signal, time
         from dflash.compile_safety import Watchdog
-        watchdog = Watchdog({str(tmp_path)!r}, seconds=0.3, grace=0.5).start()
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+        watchdog = Watchdog({str(tmp_path)!r}, seconds=0.3, grace=0.5).start()
         time.sleep(60)
     """)
     root = Path(__file__).resolve().parents[1]
