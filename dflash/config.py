@@ -17,6 +17,12 @@ from dflash.errors import ConfigError
 SEEDS = range(-(2**63), 2**63)  # what torch's generators take
 
 
+def refuse_seed(seed: int) -> None:
+    """Raises ConfigError for a seed that torch's generators have no room for."""
+    if seed not in SEEDS:
+        raise ConfigError(f"seed must be between -2**63 and 2**63 - 1, got {seed}")
+
+
 @dataclass(frozen=True)
 class DrafterConfig:
     """Shape of the drafter's transformer stack (Qwen3 style: RMSNorm, q/k norm, GQA, SwiGLU).

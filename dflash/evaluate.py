@@ -19,6 +19,7 @@ import torch
 
 from dflash.acceptance import evaluate_acceptance, summarize, walk_packs
 from dflash.checkpoint import checkpoints, latest_checkpoint
+from dflash.config import refuse_seed
 from dflash.data import ChatRenderer, Conversation, Pack, load_conversations, make_packs
 from dflash.devices import device_named, dtype_named
 from dflash.errors import ConfigError, RunError
@@ -27,6 +28,7 @@ from dflash.evaluation_view import write_plots
 from dflash.export import drafter_layout, open_drafter
 from dflash.features import OnlineFeatures
 from dflash.job import prepare_data
+from dflash.parameters import refuse_below
 from dflash.parity import parity_check
 from dflash.random_target import NOTHING_TO_DECODE, is_random
 from dflash.run_config import RunConfig
@@ -67,12 +69,9 @@ class EvaluateOptions:
     def __post_init__(self) -> None:
         if (self.run is None) == (self.drafter is None):
             raise ConfigError("give either a run folder (--run) or a drafter folder (--drafter), not both or none")
-        if self.limit < 1 or self.max_new_tokens < 1:
-            raise ConfigError(f"limit and max_new_tokens must be at least 1, got {self.limit}, {self.max_new_tokens}")
-        if not self.temperature >= 0:
-            raise ConfigError(f"temperature must be at least 0, got {self.temperature}")
-        if not 0 <= self.seed < 2**63:
-            raise ConfigError(f"seed must be at least 0 and below 2**63, got {self.seed}")
+        refuse_below(1, limit=self.limit, max_new_tokens=self.max_new_tokens)
+        refuse_below(0, temperature=self.temperature)
+        refuse_seed(self.seed)
         if self.thinking not in ("auto", "on", "off"):
             raise ConfigError(f"thinking must be auto, on or off, got {self.thinking!r}")
 

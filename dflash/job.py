@@ -48,8 +48,6 @@ from dflash.warm_start import warm_start
 Say = Callable[[str], None]
 _DRAWN_ON_CPU = 500_000_000  # weights; about five seconds
 
-MOST_PACKS_A_STEP = 4096
-
 
 @dataclass
 class Data:
@@ -100,9 +98,6 @@ def prepare_data(config: RunConfig) -> Data:
     mask_token_id = (choose_mask_token_id(tokenizer, model_config.vocab_size, end_ids) if asked is None
                      else validate_mask_token_id(asked, tokenizer, model_config.vocab_size, end_ids))
 
-    if config.train.packs_per_step > MOST_PACKS_A_STEP:
-        raise ConfigError(f"packs_per_step is {config.train.packs_per_step:,}, and a step may take at most "
-                          f"{MOST_PACKS_A_STEP:,} packs; use fewer")
     count = random_packs(options.data)
     if count is not None:
         conversations, report = random_conversations(count, options.pack_length, model_config.vocab_size,

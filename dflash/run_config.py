@@ -20,9 +20,11 @@ from typing import Any
 import yaml
 
 from dflash.attention import BACKENDS
-from dflash.config import SEEDS, refuse_unknown
+from dflash.config import refuse_seed, refuse_unknown
 from dflash.errors import ConfigError
 from dflash.fp8_head import PRECISIONS
+
+MOST_PACKS_A_STEP = 4096
 
 
 def _require(condition: bool, message: str) -> None:
@@ -118,10 +120,12 @@ class TrainOptions:
     def __post_init__(self) -> None:
         for name in ("steps", "packs_per_step", "keep_checkpoints"):
             _require(getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}")
+        _require(self.packs_per_step <= MOST_PACKS_A_STEP,
+                 f"packs_per_step must be at most {MOST_PACKS_A_STEP}, got {self.packs_per_step}")
         for name in ("eval_every", "checkpoint_every"):
             _require(getattr(self, name) >= 0, f"{name} must be at least 1, or 0 for never, got {getattr(self, name)}")
         _require(0 < self.lr < math.inf, f"lr must be positive and finite, got {self.lr}")
-        _require(self.seed in SEEDS, f"seed must be between -2**63 and 2**63 - 1, got {self.seed}")
+        refuse_seed(self.seed)
         _require(self.warmup_steps >= 0, f"warmup_steps must be at least 0, got {self.warmup_steps}")
         _require(self.max_grad_norm > 0, f"max_grad_norm must be positive, got {self.max_grad_norm}")
         _require(self.max_minutes is None or 0 < self.max_minutes < math.inf,

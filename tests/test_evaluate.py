@@ -210,8 +210,10 @@ def test_refusals(tmp_path):
         EvaluateOptions()
     with pytest.raises(ConfigError, match="at least 1"):
         EvaluateOptions(run="x", limit=0)
-    for name, value in (("temperature", -0.5), ("temperature", float("nan")), ("seed", -1), ("seed", 2**63)):
-        with pytest.raises(ConfigError, match=f"{name} must be at least 0"):
+    for name, value, wanted in (("temperature", -0.5, "at least 0"), ("temperature", float("nan"), "at least 0"),
+                                ("max_new_tokens", 0, "at least 1"), ("seed", 2**63, "between"),
+                                ("seed", -2**64, "between")):
+        with pytest.raises(ConfigError, match=f"{name} must be {wanted}"):
             EvaluateOptions(run="x", **{name: value})
     with pytest.raises(ConfigError, match="dtype must be one of"):
         dtype_named("float99")

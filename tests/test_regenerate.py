@@ -57,7 +57,7 @@ def saved_target(tmp_path):
     ("--sampled-share", 2, "sampled_share is 2.0; wanted a share of the prompts, 0 to 1"),
     ("--top-p", 0, "top_p is 0.0"),
     ("--temperature", "inf", "temperature is inf"),
-    ("--seed", 10**20, "seed is 1"),
+    ("--seed", 10**20, "seed must be between -2\\*\\*63 and 2\\*\\*63 - 1, got 1"),
 ])
 def test_numbers_that_cannot_work_are_refused_before_the_target_is_loaded(tmp_path, monkeypatch, option, value, message):
     monkeypatch.setattr(regenerate, "load_target", lambda *given: pytest.fail("the target was loaded"))
