@@ -163,8 +163,7 @@ def flex_compiles(limit: float = DEFAULT_LIMIT) -> dict[str, dict[str, Any]]:
     result = run_isolated(__name__, ["flex"], limit)
     if result.value is not None:
         return result.value
-    detail = "hung" if result.hung else (result.output.strip().splitlines() or ["no output"])[-1]
-    return {"this machine": {"ok": False, "detail": detail}}
+    return {"this machine": {"ok": False, "detail": "hung" if result.hung else result.death}}
 
 
 def linear_attention() -> dict[str, bool]:

@@ -103,7 +103,7 @@ def cache_rounds(device: str, backend: str = "inductor", limit: float = 300.0) -
                 folder.mkdir()
             result = run_isolated(__name__, ["--device", device, "--backend", backend], limit, cache=folder)
             if result.value is None:
-                raise RuntimeError(f"first call with {name}: {'hung' if result.hung else result.output[-1500:]}")
+                raise RuntimeError(f"first call with {name}: {'hung' if result.hung else result.death}")
             rows.append({"round": name, **result.value})
     finally:
         shutil.rmtree(folder, ignore_errors=True)
