@@ -25,6 +25,15 @@ COMMANDS = {
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run a command; returns its exit code. Ctrl-C is 130, from the first import on."""
+    try:
+        return _main(argv)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+
+
+def _main(argv: list[str] | None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(prog="python -m dflash", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
@@ -38,9 +47,6 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     try:
         return args.run(args) or 0
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
     except DFlashError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2

@@ -122,18 +122,29 @@ def test_a_run_that_started_from_a_drafter_keeps_that_drafters_shape(trained, ma
     assert [r["step"] for r in kinds(config.parent)["step"]] == list(range(1, 7))
 
 
-def test_auto_dtypes_stay_those_of_the_checkpoint_and_a_change_is_said(run, monkeypatch):
+def test_auto_dtypes_stay_those_of_the_checkpoint(run, monkeypatch):
     """On a CPU "auto" is a measurement, and one that may come out otherwise when a run goes on."""
     assert dtypes_before(run) == ("float32", "float32")
     monkeypatch.setattr(sources, "compute_dtype", lambda name, device: torch.bfloat16 if name == "auto" else
                         getattr(torch, name))
     topology = decide(RuntimeOptions(gpus="cpu"), 0)
-    for asked, before, wanted, told in (("auto", None, "bfloat16", 0), ("auto", ("float32",) * 2, "float32", 0),
-                                        ("bfloat16", ("float32",) * 2, "bfloat16", 2)):
+    for before, wanted in ((None, "bfloat16"), (("float32", "float32"), "float32")):
         said = []
-        fitted = sources.fit_to(RunConfig.from_parameters(dtype=asked, target_dtype=asked), topology, said.append, before)
-        assert (fitted.train.dtype, fitted.target.target_dtype) == (wanted, wanted) and len(said) == told
-    assert said[0].startswith("target_dtype is bfloat16, and the checkpoint was trained in float32: the run goes on, but")
+        fitted = sources.fit_to(RunConfig.from_parameters(dtype="auto", target_dtype="auto"), topology, said.append, before)
+        assert (fitted.train.dtype, fitted.target.target_dtype) == (wanted, wanted) and not said
+    said = []
+    on_gpu = decide(RuntimeOptions(gpus="0", target_gpus="0"), 1)  # decided by number alone
+    fitted = sources.fit_to(RunConfig.from_parameters(dtype="auto"), on_gpu, said.append, ("bfloat16", "float32"))
+    assert (fitted.target.target_dtype, fitted.train.dtype) == ("bfloat16", "float32")
+    assert said == ["dtype stays float32, as the checkpoint was trained; dtype=bfloat16 is faster on cuda:0"]
+
+
+def test_another_dtype_than_the_checkpoints_is_said():
+    said, topology = [], decide(RuntimeOptions(gpus="cpu"), 0)
+    config = RunConfig.from_parameters(dtype="bfloat16", target_dtype="bfloat16")
+    assert sources.fit_to(config, topology, said.append, ("float32", "bfloat16")).target.target_dtype == "bfloat16"
+    assert said == ["target_dtype is bfloat16, and the checkpoint was trained in float32: the run goes on, but it is not "
+                    "the unbroken run"]
 
 
 def test_an_existing_run_is_refused_for_its_memory_too(run, capsys):

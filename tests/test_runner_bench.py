@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from dflash.__main__ import main
-from dflash.bench import pipeline
+from dflash.bench import pipeline, timing
 from dflash.bench.pipeline import cpu_workers
-from dflash.bench.timing import StepClock
 from dflash.run_config import RuntimeOptions
 from dflash.runner.accounting import Ledger, Rates, advice, splits
 from dflash.telemetry import Run, read_metrics
@@ -40,15 +39,16 @@ def test_advice_says_how_much_another_split_would_give():
     assert "6 + 2 is as good" in advice(8, Rates(7800, 36000), (6, 2))
 
 
-def test_the_clock_of_a_pipeline_leaves_the_warm_steps_and_the_last_one_out():
+def test_the_clock_of_a_pipeline_leaves_the_warm_steps_and_the_last_one_out(monkeypatch):
     """Six steps of which two warm up: the clock runs from the end of the second to the end of the fifth."""
-    clock = StepClock()
+    ends = iter([10.0, 12.0, 13.0, 17.0, 18.0])
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: next(ends))
+    clock = timing.StepClock()
     for number in range(6):
-        time.sleep(0.2 if number < 2 else 0.02)
         clock.add(torch.tensor([float(number)]))
     assert clock.read() == [[float(number)] for number in range(6)]
-    assert clock.seconds(2) == pytest.approx((clock.end(5) - clock.end(2)) / 3) and 0.02 <= clock.seconds(2) < 0.1
-    assert len(clock.each()) == 4 and clock.seconds(5) is None
+    assert clock.seconds(2) == 2.0 and clock.end(2) == 12.0 and clock.each() == [2.0, 1.0, 4.0, 1.0]
+    assert clock.seconds(4) == 1.0 and clock.seconds(5) is None
 
 
 def test_a_ledger_tells_work_from_waiting(tmp_path):

@@ -174,6 +174,8 @@ def test_a_signal_to_every_process_of_a_job_is_one_wish(material, tmp_path, numb
     end, steps = kinds(run)["run_end"], len(losses(run))
     assert len(end) == 1 and end[0]["status"] == "interrupted" and end[0]["step"] == steps
     assert latest_checkpoint(run).name.endswith(f"{steps:08d}") and "fault" not in kinds(run)
+    log = (run / "torchrun.log").read_text()
+    assert f"torchrun ends: {number.name}" in log and "Traceback" not in log
 
 
 LISTENERS = """

@@ -6,8 +6,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -20,6 +22,9 @@ from dflash.checkpoint import latest_checkpoint
 from dflash.control import RunControl
 from dflash.errors import RunError
 from dflash.run_config import RunConfig
+from dflash.runner import signals
+from dflash.runner.rank_train import told
+from dflash.runner.signals import graceful
 from dflash.telemetry import read_metrics
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).resolve().parents[1])}
@@ -91,7 +96,9 @@ def test_torchrun_gives_the_serial_numbers(material, serial_run, tmp_path, capsy
     config = write_config(material, tmp_path / "runs/ranks", gpus="cpu:2", target_gpus="cpu:1", launcher="torchrun")
     assert main(["train", "--config", str(config)]) == 0, (tmp_path / "runs/ranks/torchrun.log").read_text()
     check_same(tmp_path / "runs/ranks", serial_run)
-    assert "completed after step 8" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "completed after step 8" in shown
+    assert "target[0] drafter[0] drafter[1]" in shown and "conversations" in shown, "roles and data, as threads print them"
 
 
 def test_ranks_go_on_where_threads_stopped(material, tmp_path):
@@ -160,14 +167,53 @@ def test_a_failing_rank_is_named_with_its_traceback(material, tmp_path, capsys):
     assert "DenseAttentionTooLarge" in shown and "check_dense_bytes" in shown
 
 
+@pytest.mark.parametrize("message, wanted", [
+    ("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:2", "drafter[0]: lost another rank: [gloo"),
+    ("Connection reset by peer", "drafter[0]: lost another rank: Connection"),
+    ("no such file", "drafter[0]: no such file"),
+])
+def test_a_rank_that_lost_another_one_does_not_call_itself_the_cause(message, wanted):
+    assert told({"worker": "drafter[0]", "message": message}).startswith(wanted)
+
+
+def test_ctrl_c_before_a_command_has_begun_is_no_traceback(monkeypatch, capsys):
+    def interrupted(name):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("importlib.import_module", interrupted)
+    assert main(["train", "--config", "c.yaml"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_signals_within_a_second_are_one_wish_and_a_later_one_ends_it_now(monkeypatch):
+    now, stops = [100.0], []
+    monkeypatch.setattr(signals.time, "monotonic", lambda: now[0])
+    for insist in (True, False):
+        stopped = threading.Event()
+        control = SimpleNamespace(stop=lambda event=stopped: (stops.append(1), event.set()))
+        with graceful(control, announce=False, insist=insist) as received:
+            signal.raise_signal(signal.SIGTERM)
+            now[0] += 0.9
+            signal.raise_signal(signal.SIGTERM)
+            assert stopped.wait(5) and received.number == signal.SIGTERM
+            now[0] += 0.2
+            if insist:
+                with pytest.raises(KeyboardInterrupt):
+                    signal.raise_signal(signal.SIGINT)
+            else:
+                signal.raise_signal(signal.SIGINT)
+    assert len(stops) == 2
+
+
 def test_refusals(material, tmp_path, capsys):
     config = write_config(material, tmp_path / "runs/x", gpus="5,6,7")
     assert main(["train", "--config", str(config), "--runs", str(tmp_path / "runs")]) == 2
     assert "gpus=5,6,7 asks for GPU 5, but this machine has" in capsys.readouterr().err
     assert main(["train", "--config", str(tmp_path / "none.yaml")]) == 2
-    config = write_config(material, tmp_path / "wide", packs_per_step=10**9)
-    assert main(["train", "--config", str(config), "--runs", str(tmp_path / "runs")]) == 2
-    assert "packs_per_step is 1,000,000,000, and a step may take at most 4,096 packs" in capsys.readouterr().err
+    wide = tmp_path / "wide.yaml"
+    wide.write_text(config.read_text().replace("packs_per_step: 2", "packs_per_step: 1000000000"))
+    assert main(["train", "--config", str(wide), "--runs", str(tmp_path / "runs")]) == 2
+    assert "packs_per_step must be at most 4096, got 1000000000" in capsys.readouterr().err
     elsewhere = tmp_path / "mine.yaml"
     elsewhere.write_text(config.read_text())
     assert main(["train", "--config", str(elsewhere), "--resume"]) == 2

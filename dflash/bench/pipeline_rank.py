@@ -1,7 +1,8 @@
 """One rank of a made-up pipeline under torchrun: python -m dflash.bench.pipeline_rank JOB.json; see `check_torchrun`.
 
 The job is a pickled dict: case, topology, steps, depth, out (where rank 0 puts its losses and final weights) and,
-to see a failure through, fail: {"rank": ..., "item": ...}. `sharded` keeps one drafter in shards.
+to see a failure through, fail: {"rank": ..., "item": ...}. `sharded` keeps one drafter in shards. `stop_after`
+ends the job at an earlier step than targets plan for, so that they feed it to its end.
 """
 
 from __future__ import annotations

@@ -76,8 +76,9 @@ def train_with_torchrun(run: Run, config: RunConfig, control: RunControl | None 
             _end(child)
     ends = [r for r in records if r["kind"] == "run_end"]
     faults = [r for r in records if r["kind"] == "fault"]
-    asked = ends and ends[-1]["status"] == "interrupted" and child.returncode in [128 + number for number in SIGNALS]
-    if (child.returncode and not asked) or not ends or faults:  # where torchrun too was signalled, that is its exit code
+    signalled = child.returncode in [128 + number for number in SIGNALS]  # torchrun too, after its ranks had left in order
+    ended_well = ends and ends[-1]["status"] != "failed" and (not child.returncode or signalled)
+    if faults or not ended_well:
         fault = _fault(run, child.returncode, faults, ends, log_path, log_start)
         raise RunError(f"{fault['worker']}: {fault['type']}: {fault['message']}\n{fault.get('traceback') or ''}"
                        f"the ranks' output is in {log_path}")

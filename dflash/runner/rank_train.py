@@ -40,7 +40,7 @@ from dflash.telemetry import DeviceSampler, MetricsWriter, Run
 from dflash.topology import Topology, decide
 from dflash.training import Trainer
 
-_LOST = ("onnection closed by peer", "onnection reset by peer", "onnection was likely closed", "remote process exited")
+_LOST = ("connection closed by peer", "connection reset by peer", "connection was likely closed", "remote process exited")
 
 
 def train_rank(folder: str | Path, config: RunConfig, resume: bool = False) -> int:
@@ -65,9 +65,7 @@ def train_rank(folder: str | Path, config: RunConfig, resume: bool = False) -> i
         elif cluster.rank == 0 and failure["rank"] < 0 or "no sign of life" in failure["message"]:
             run.metrics.write("fault", **{k: failure.get(k) for k in ("worker", "type", "message", "traceback")}, step=None)
         if cluster.rank == 0:
-            lost = "lost another rank: " if any(sign in failure["message"] for sign in _LOST) else ""
-            run.end("failed", message=f"{failure['worker']}: {lost}{failure['message']}",
-                    seconds=time.perf_counter() - began)
+            run.end("failed", message=told(failure), seconds=time.perf_counter() - began)
 
     def work(cluster: Cluster, life: LifeLine) -> None:
         try:
@@ -77,6 +75,12 @@ def train_rank(folder: str | Path, config: RunConfig, resume: bool = False) -> i
 
     with hold:
         return run_rank(topology, work, config.runtime.watchdog_seconds, failed)
+
+
+def told(failure: dict) -> str:
+    """What ended the run, as the first rank that noticed says it. Who finds a connection closed is not the cause."""
+    lost = any(sign in failure["message"].casefold() for sign in _LOST)
+    return f"{failure['worker']}: {'lost another rank: ' if lost else ''}{failure['message']}"
 
 
 def _work(cluster: Cluster, life: LifeLine, run: Run, config: RunConfig, topology: Topology, resume: bool,
