@@ -10,17 +10,17 @@ from dflash.errors import DFlashError
 
 # command -> module with add_parser(subparsers); imported only when the command is asked for, or for --help
 COMMANDS = {
-    "train": "dflash.train_command",
-    "doctor": "dflash.doctor",
-    "evaluate": "dflash.evaluate",
-    "export": "dflash.export",
-    "regenerate": "dflash.regenerate",
+    "train": "dflash.commands.train",
+    "doctor": "dflash.diagnose.doctor",
+    "evaluate": "dflash.evaluate.whole",
+    "export": "dflash.drafter.export",
+    "regenerate": "dflash.data.generate.answers",
     "bench": "dflash.bench",
-    "run": "dflash.launch",
-    "report": "dflash.report",
-    "sweep": "dflash.sweep",
-    "control": "dflash.control",
-    "replay": "dflash.replay",
+    "run": "dflash.workbook.run_notebook",
+    "report": "dflash.views.report",
+    "sweep": "dflash.workbook.sweep",
+    "control": "dflash.runs.control",
+    "replay": "dflash.train.replay",
 }
 
 

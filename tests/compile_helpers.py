@@ -11,8 +11,9 @@ import torch
 import torch._dynamo.config as dynamo_config
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from dflash import compile_safety, flex
+from dflash import compile_safety
 from dflash.compile_safety import CompiledFunction
+from dflash.drafter import flex
 
 SETTINGS = ("recompile_limit", "suppress_errors", "disable", "error_on_nested_fx_trace", "fail_on_recompile_limit_hit")
 

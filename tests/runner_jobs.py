@@ -12,10 +12,10 @@ from tiny_models import random_drafter, tiny_target
 
 from dflash.compile_safety import HangError, protected
 from dflash.data import Conversation, make_packs
-from dflash.engine import Replica, SerialEngine
-from dflash.features import OnlineFeatures
-from dflash.plan import Planner
-from dflash.run_config import TrainOptions
+from dflash.target.features import OnlineFeatures
+from dflash.train.plan import Planner
+from dflash.train.settings import TrainOptions
+from dflash.train.step import Replica, SerialEngine
 
 LENGTH = 64
 

@@ -15,14 +15,14 @@ import torch
 from runner_jobs import first_replica, options, planner
 from tiny_models import random_drafter, tiny_target
 
-from dflash.checkpoint import checkpoints, save_checkpoint
-from dflash.control import RunControl
-from dflash.engine import SerialEngine
-from dflash.features import OnlineFeatures
-from dflash.resume import load_training, save_training
-from dflash.run_config import RunConfig
-from dflash.telemetry import Run, read_metrics
-from dflash.training import Trainer
+from dflash.runs.control import RunControl
+from dflash.runs.record import Run, read_metrics
+from dflash.target.features import OnlineFeatures
+from dflash.train.checkpoint import checkpoints, save_checkpoint
+from dflash.train.loop import Trainer
+from dflash.train.resume import load_training, save_training
+from dflash.train.settings import RunConfig
+from dflash.train.step import SerialEngine
 
 STEPS = 60
 

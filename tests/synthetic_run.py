@@ -7,7 +7,7 @@ import random
 import time
 from pathlib import Path
 
-from dflash.telemetry import Run
+from dflash.runs.record import Run
 
 
 def write_run(

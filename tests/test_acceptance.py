@@ -7,7 +7,7 @@ import pytest
 import torch
 from tiny_models import random_drafter, tiny_target
 
-from dflash.acceptance import (
+from dflash.evaluate.acceptance import (
     draft_hidden,
     evaluate_acceptance,
     predict,
@@ -16,7 +16,7 @@ from dflash.acceptance import (
     walk,
     walk_packs,
 )
-from dflash.decoding import plain_generate, speculative_generate
+from dflash.evaluate.decoding import plain_generate, speculative_generate
 
 PROMPTS = [[3, 17, 5, 42], [8, 11, 29, 33, 2, 50], [7, 7, 9]]
 
@@ -71,7 +71,7 @@ def test_walk_equals_decoding(options):
 
 
 def test_batched_drafts_are_the_training_forward_and_the_decoders():
-    from dflash.masks import AnchorSet, document_ids
+    from dflash.drafter.masks import AnchorSet, document_ids
 
     target = tiny_target()
     pack, _, source = make_pack(target)
@@ -124,8 +124,8 @@ def test_max_positions_and_mode():
 
 def test_twenty_four_conversations_take_seconds():
     """Held-out evaluation inside a training run: 24 conversations of 200 tokens, 2 layers of a small model."""
-    from dflash.config import DrafterConfig
-    from dflash.model import DFlashDrafter
+    from dflash.drafter.config import DrafterConfig
+    from dflash.drafter.model import DFlashDrafter
 
     torch.manual_seed(0)
     config = DrafterConfig(hidden_size=192, num_hidden_layers=2, num_attention_heads=3, num_key_value_heads=1,

@@ -19,7 +19,7 @@ from dflash.bench.arguments import writable
 from dflash.bench.attention import make_mask, visible_pairs
 from dflash.bench.timing import Timing, matmul_ceiling, measure, refuse_hours
 from dflash.bench.workload import StepShape, make_drafter, make_head, make_inputs, matmul_flops
-from dflash.head_plan import HeadPlan
+from dflash.drafter.head_plan import HeadPlan
 
 TINY = StepShape(tokens=64, anchors=8, block=4, captured=2, document=24, hidden=32, layers=2, heads=4, kv_heads=2,
                  head_dim=16, intermediate=48, vocab=96)

@@ -16,8 +16,8 @@ from lab import CHROMIUM, FLAGS, PLOT, STATIC, WIDTHS, Notebook, Server
 from notebook_factory import write_notebook
 from synthetic_run import write_run
 
-from dflash.report import build_report
-from dflash.telemetry import read_metrics
+from dflash.runs.record import read_metrics
+from dflash.views.report import build_report
 
 ROOT = Path(__file__).parent.parent
 pytestmark = [
@@ -199,7 +199,7 @@ def test_an_untrusted_notebook_still_shows_an_image(folder, open_notebook, tmp_p
 
     path = write_notebook(
         tmp_path / "n.ipynb", "folder: str = ''", f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
-        "from dflash.dashboard import show_run; _ = show_run(folder)",
+        "from dflash.views.dashboard import show_run; _ = show_run(folder)",
     )  # fmt: skip
     made = write_run(tmp_path, "r", steps=30)
     out = folder / "untrusted.ipynb"

@@ -9,11 +9,12 @@ import torch
 from compile_helpers import clean_compiler, run_threads
 from torch._dynamo.utils import counters
 
-from dflash import compile_safety, flex
+from dflash import compile_safety
 from dflash.compile_safety import UnsupportedHeadDimError, WarmupJob
-from dflash.compile_safety.coldrun import run_cold
-from dflash.compile_safety.probes import run_probe
-from dflash.masks import dense_mask, document_ids, sample_anchors, visibility
+from dflash.diagnose.coldrun import run_cold
+from dflash.diagnose.probes import run_probe
+from dflash.drafter import flex
+from dflash.drafter.masks import dense_mask, document_ids, sample_anchors, visibility
 
 pytestmark = [
     pytest.mark.gpu,

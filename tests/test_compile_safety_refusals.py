@@ -13,7 +13,7 @@ from test_masks import oracle as mask_oracle
 from torch._dynamo.utils import counters
 from torch.nn.attention.flex_attention import flex_attention
 
-from dflash import compile_safety, flex
+from dflash import compile_safety
 from dflash.compile_safety import (
     CompiledFunction,
     CompileFailedError,
@@ -25,7 +25,8 @@ from dflash.compile_safety import (
     UnsupportedHeadDimError,
     dense_bytes,
 )
-from dflash.masks import document_ids, sample_anchors, visibility
+from dflash.drafter import flex
+from dflash.drafter.masks import document_ids, sample_anchors, visibility
 
 GLOBAL_FLAG = compile_safety.observe_foreign_trace().flag
 

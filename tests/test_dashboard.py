@@ -16,16 +16,16 @@ import pytest
 from notebook_factory import outputs, write_notebook
 from synthetic_run import write_run, write_step
 
-from dflash.dashboard import LiveDashboard, NullDashboard, RunSeries, build_panels
-from dflash.dashboard.bundle import PLOTLY_MIME, bundle, one_line
-from dflash.dashboard.image_form import png
-from dflash.dashboard.log_view import log_bundle, log_lines
-from dflash.dashboard.panels import PANELS, legend_names
-from dflash.dashboard.plotly_form import figure, grid_figure
-from dflash.dashboard.series import MAX_BUCKETS, MAX_LOG_LINES, Rows, Series
-from dflash.dashboard.style import INK, SERIES, duration
 from dflash.errors import ConfigError
-from dflash.telemetry import Run
+from dflash.runs.record import Run
+from dflash.views.dashboard import LiveDashboard, NullDashboard, RunSeries, build_panels
+from dflash.views.dashboard.bundle import PLOTLY_MIME, bundle, one_line
+from dflash.views.dashboard.image_form import png
+from dflash.views.dashboard.log_view import log_bundle, log_lines
+from dflash.views.dashboard.panels import PANELS, legend_names
+from dflash.views.dashboard.plotly_form import figure, grid_figure
+from dflash.views.dashboard.series import MAX_BUCKETS, MAX_LOG_LINES, Rows, Series
+from dflash.views.dashboard.style import INK, SERIES, duration
 
 ROOT = str(Path(__file__).parent.parent)
 
@@ -237,8 +237,8 @@ def test_live_values_are_checked_and_nothing_happens_outside_a_notebook(finished
 
 def test_the_widget_view_draws_follows_and_hands_over(tmp_path, monkeypatch):
     """The interactive view without a browser: one figure, new arrays in place, buttons that write the control file."""
-    from dflash.control import RunControl
-    from dflash.dashboard import widgets
+    from dflash.runs.control import RunControl
+    from dflash.views.dashboard import widgets
 
     updates = []
 
@@ -322,7 +322,7 @@ def test_ten_thousand_steps_leave_a_small_notebook_with_its_last_line(tmp_path, 
     """Case 52: the notebook stays below 5 MB, its last line is there, and the whole log is in a file."""
     monkeypatch.delenv("JPY_SESSION_NAME", raising=False)
     path = write_notebook(
-        tmp_path / "n.ipynb", "root: str = ''\nfolder: str = ''\nsteps: int = 3", LOOP + "from dflash.background "
+        tmp_path / "n.ipynb", "root: str = ''\nfolder: str = ''\nsteps: int = 3", LOOP + "from dflash.launch.background "
         "import BackgroundRun",
         "def work(control):\n    for step in range(1, steps + 1):\n"
         "        write_step(run, rng, step, steps, 1, 7, t=time.time())\n"
@@ -344,7 +344,7 @@ def test_eight_workers_log_in_order_while_other_cells_run(tmp_path, monkeypatch)
     monkeypatch.delenv("JPY_SESSION_NAME", raising=False)
     path = write_notebook(
         tmp_path / "n.ipynb", "root: str = ''\nfolder: str = ''\nsteps: int = 3",
-        LOOP + "from dflash.background import BackgroundRun\nfrom dflash.worker_log import worker_output\n",
+        LOOP + "from dflash.launch.background import BackgroundRun\nfrom dflash.runs.worker_log import worker_output\n",
         "def one(name):\n    with worker_output(run.metrics, name, run.path / 'logs'):\n"
         "        for n in range(steps):\n            print(f'line {n}'); time.sleep(0.02)\n"
         "def work(control):\n    threads = [threading.Thread(target=one, args=(f'worker {w}',)) for w in range(8)]\n"

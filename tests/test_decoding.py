@@ -4,9 +4,9 @@ import pytest
 import torch
 from tiny_models import VOCAB, ScriptedDrafter, random_drafter, slow_greedy, tiny_target
 
-from dflash import target_session
-from dflash.decoding import SampledRule, plain_generate, speculative_generate
 from dflash.errors import ConfigError
+from dflash.evaluate.decoding import SampledRule, plain_generate, speculative_generate
+from dflash.target import session as target_session
 
 PROMPT = [3, 17, 5, 42, 8, 11, 29]
 KINDS = ["dense", "sliding", "hybrid"]

@@ -9,11 +9,10 @@ from dataclasses import asdict
 import pytest
 import torch
 
-from dflash import doctor
-from dflash.compile_safety import coldrun, probes
-from dflash.compile_safety.isolated import IsolatedResult, run_isolated
-from dflash.compile_safety.overhead import measure_gate_overhead
-from dflash.compile_safety.probes import ProbeResult, run_probe, table
+from dflash.diagnose import coldrun, doctor, probes
+from dflash.diagnose.isolated import IsolatedResult, run_isolated
+from dflash.diagnose.overhead import measure_gate_overhead
+from dflash.diagnose.probes import ProbeResult, run_probe, table
 
 
 def result(name: str, protected: bool, verdict: str) -> ProbeResult:

@@ -6,10 +6,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from dflash.config import DrafterConfig
-from dflash.drafter_io import load_drafter, save_drafter
+from dflash.drafter.config import DrafterConfig
+from dflash.drafter.model import DFlashDrafter
+from dflash.drafter.storage import load_drafter, save_drafter
 from dflash.errors import ConfigError, RunError
-from dflash.model import DFlashDrafter
 
 CONFIG = dict(hidden_size=16, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=4,
               intermediate_size=24, vocab_size=40, max_position_embeddings=64)

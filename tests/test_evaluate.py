@@ -9,14 +9,12 @@ import yaml
 from chat_tokenizer import chat_tokenizer
 from tiny_models import random_drafter, tiny_target
 
-from dflash import evaluation
 from dflash.__main__ import main
-from dflash.checkpoint import save_checkpoint
-from dflash.decoding import GreedyRule, plain_generate, speculative_generate
 from dflash.devices import device_named, dtype_named
 from dflash.errors import ConfigError, RunError
-from dflash.evaluate import EvaluateOptions, drafter_folder, evaluate, table, write_evaluation
-from dflash.evaluation import (
+from dflash.evaluate import texts as evaluation
+from dflash.evaluate.decoding import GreedyRule, plain_generate, speculative_generate
+from dflash.evaluate.texts import (
     Prompt,
     bootstrap_interval,
     chunk_texts,
@@ -26,7 +24,9 @@ from dflash.evaluation import (
     summarize_prompts,
     thinking_mode,
 )
-from dflash.run_config import RunConfig
+from dflash.evaluate.whole import EvaluateOptions, drafter_folder, evaluate, table, write_evaluation
+from dflash.train.checkpoint import save_checkpoint
+from dflash.train.settings import RunConfig
 
 PROMPTS = [Prompt((3, 17, 5, 42), "one"), Prompt((8, 11, 29, 33, 2, 50), "two"), Prompt((7, 7, 9), "three")]
 

@@ -11,12 +11,12 @@ from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from dflash.__main__ import main
-from dflash.checkpoint import save_checkpoint
-from dflash.drafter_io import load_drafter, save_drafter
+from dflash.drafter.export import export_drafter, import_drafter, read_layout, read_weights
+from dflash.drafter.layers import rotary_tables
+from dflash.drafter.storage import load_drafter, save_drafter
 from dflash.errors import ConfigError
-from dflash.export import export_drafter, import_drafter, read_layout, read_weights
-from dflash.layers import rotary_tables
-from dflash.target import Target
+from dflash.target.capture import Target
+from dflash.train.checkpoint import save_checkpoint
 
 IDS = [50, 7, 3, 21, 33, 12, 44]  # a draft vocabulary, out of order
 
@@ -158,7 +158,7 @@ def test_tied_target(tmp_path, layout):
     target.model.save_pretrained(tmp_path / "target")
     assert "lm_head.weight" not in load_file(tmp_path / "target/model.safetensors")
     chat_tokenizer().save_pretrained(tmp_path / "target")
-    from dflash.target import load_target
+    from dflash.target.capture import load_target
 
     loaded = load_target(tmp_path / "target", layer_ids=[0, 2])
     assert torch.equal(loaded.head_weight, loaded.embed_weight)
@@ -288,8 +288,8 @@ def test_training_starts_from_a_published_drafter(tmp_path, layout):
     """`start_from` takes any layout: the first weights are the published ones, and settings that disagree are refused."""
     from types import SimpleNamespace
 
-    from dflash.job import like_its_start, make_drafter
-    from dflash.run_config import RunConfig
+    from dflash.train.prepare import like_its_start, make_drafter
+    from dflash.train.settings import RunConfig
 
     target = tiny_target()
     published = random_drafter(target, block_size=5)

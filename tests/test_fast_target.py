@@ -12,19 +12,14 @@ import torch
 from tiny_models import tiny_target
 from torch import nn
 
-from dflash import fast_target, kernels
 from dflash.devices import to_device
+from dflash.drafter import kernels
 from dflash.errors import TargetError
-from dflash.fast_target import attach
-from dflash.fast_target_kinds import obstacle
-from dflash.packed_attention import (
-    Documents,
-    adapt,
-    document_positions,
-    packed_attention,
-    varlen_call,
-)
-from dflash.target import Target, load_target
+from dflash.target import fast_capture as fast_target
+from dflash.target.capture import Target, load_target
+from dflash.target.fast_capture import attach
+from dflash.target.fast_kinds import obstacle
+from dflash.target.packed_attention import Documents, adapt, document_positions, packed_attention, varlen_call
 
 CPU = torch.device("cpu")
 SIZES = dict(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,

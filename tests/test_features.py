@@ -10,8 +10,8 @@ from tiny_models import tiny_target as build
 
 from dflash.data import Conversation, make_packs
 from dflash.errors import ConfigError, TargetError
-from dflash.features import CachedFeatures, OnlineFeatures, check_features, make_source, pack_key
-from dflash.target import Features
+from dflash.target.capture import Features
+from dflash.target.features import CachedFeatures, OnlineFeatures, check_features, make_source, pack_key
 
 
 def packs(count=12, length=32):

@@ -11,20 +11,20 @@ import torch
 import torch.nn.functional as F
 from tiny_models import tiny_target
 
-from dflash import fp8_head
 from dflash.bench.workload import StepShape, make_drafter, make_head, make_inputs
-from dflash.config import create_drafter_config
+from dflash.distributed.replicas import copy_module
+from dflash.drafter import fp8_head
+from dflash.drafter.config import create_drafter_config
+from dflash.drafter.fp8_head import Fp8Head, quantize_rows
+from dflash.drafter.losses import chunked_head_loss
+from dflash.drafter.model import DFlashDrafter
 from dflash.errors import ConfigError
-from dflash.fp8_head import Fp8Head, quantize_rows
-from dflash.job import make_drafter as drafter_of_a_run
-from dflash.losses import chunked_head_loss
-from dflash.memory_estimate import estimate
-from dflash.model import DFlashDrafter
-from dflash.refusals import refuse_run
-from dflash.run_config import RunConfig
-from dflash.runner.replicas import copy_module
-from dflash.topology import Topology, decide
-from dflash.train_run import start_run
+from dflash.launch.run import start_run
+from dflash.train.memory import estimate
+from dflash.train.prepare import make_drafter as drafter_of_a_run
+from dflash.train.refusals import refuse_run
+from dflash.train.settings import RunConfig
+from dflash.train.topology import Topology, decide
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 DTYPES = [torch.float32, torch.bfloat16]

@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dflash.drafter.head_plan import HeadPlan, teacher_spans
+from dflash.drafter.losses import chunked_head_loss, peak_bytes
+from dflash.drafter.masks import AnchorSet
 from dflash.errors import ConfigError
-from dflash.head_plan import HeadPlan, teacher_spans
-from dflash.losses import chunked_head_loss, peak_bytes
-from dflash.masks import AnchorSet
 
 
 def dense(hidden, head, scale, labels=None, teacher=None):

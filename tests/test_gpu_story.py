@@ -87,8 +87,8 @@ def test_machine_paths_leave_the_notebook(tool, tmp_path):
 
 
 def test_notebooks_print_no_place_of_the_interpreter():
-    from dflash.environment import interpreter
-    from dflash.isolation.tables import environment_line
+    from dflash.diagnose.tables import environment_line
+    from dflash.runs.environment import interpreter
 
     assert interpreter().startswith("python 3.") and "/" not in interpreter() and "/" not in environment_line()
     for notebook in (ROOT / "notebooks").glob("*.ipynb"):

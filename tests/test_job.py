@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from dflash import job as job_module
-from dflash.checkpoint import checkpoints, is_complete, latest_checkpoint, load_trainer_state, save_checkpoint
 from dflash.data import Conversation
-from dflash.drafter_io import load_drafter
+from dflash.drafter.storage import load_drafter
 from dflash.errors import ConfigError, DataError, RunError, TargetError
-from dflash.job import draft_vocabulary, prepare_data
-from dflash.run_config import RunConfig
-from dflash.telemetry import Run, read_metrics
-from dflash.train_run import start_run, train_run
+from dflash.launch.run import start_run, train_run
+from dflash.runs.record import Run, read_metrics
+from dflash.train import prepare as job_module
+from dflash.train.checkpoint import checkpoints, is_complete, latest_checkpoint, load_trainer_state, save_checkpoint
+from dflash.train.prepare import draft_vocabulary, prepare_data
+from dflash.train.settings import RunConfig
 
 DATA = Path(__file__).parents[1] / "data" / "smollm2_conversations.jsonl"
 SMALL = dict(data=str(DATA), max_conversations=6, held_out=2, pack_length=256, max_anchors=16, block_size=4, draft_vocab=0,

@@ -14,10 +14,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dflash.attention import AttentionMask, attention
 from dflash.bench.workload import StepShape, make_drafter, make_head, make_inputs
-from dflash.masks import AnchorSet, document_ids, sample_anchors
-from dflash.target import Target
+from dflash.drafter.attention import AttentionMask, attention
+from dflash.drafter.masks import AnchorSet, document_ids, sample_anchors
+from dflash.target.capture import Target
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None
@@ -40,7 +40,7 @@ def relative(a, b):
 @pytest.mark.parametrize("vocab", [100, 4096, 9001])  # below, equal to and not a multiple of a tile
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_head_loss(device, vocab, dtype):
-    from dflash.kernels.head_loss import hard_loss_, soft_loss_
+    from dflash.drafter.kernels.head_loss import hard_loss_, soft_loss_
 
     torch.manual_seed(vocab)
     x, y = (3 * torch.randn(5, vocab, device=device)).to(dtype), (3 * torch.randn(3, vocab, device=device)).to(dtype)
@@ -89,7 +89,7 @@ def test_smaller_tiles_where_shared_memory_is_small(device, monkeypatch):
     from triton.runtime.errors import OutOfResources
 
     from dflash.compile_safety.errors import UnsupportedHeadDimError
-    from dflash.kernels import attention as kernel
+    from dflash.drafter.kernels import attention as kernel
 
     monkeypatch.setattr(kernel, "_fitting", {})
     q, tried = torch.zeros(1, 4, 8, 16), []
@@ -114,7 +114,7 @@ def test_smaller_tiles_where_shared_memory_is_small(device, monkeypatch):
 @pytest.mark.parametrize("joint", [False, True])
 @pytest.mark.parametrize("soft", [True, False])
 def test_fast_path_is_the_plain_path(device, soft, joint, monkeypatch):
-    from dflash.kernels import blocks
+    from dflash.drafter.kernels import blocks
 
     monkeypatch.setattr(blocks, "JOINT_QKV", joint)
     results = []
@@ -140,8 +140,8 @@ def test_fast_path_is_the_plain_path(device, soft, joint, monkeypatch):
 @pytest.mark.parametrize("soft", [True, False])
 def test_the_fused_loss_through_a_float8_head(device, soft):
     """Against the plain loss through the same quantized head (whose logits are `test_fp8_head`'s); bfloat16 on a GPU."""
-    from dflash.fp8_head import Fp8Head, obstacle
-    from dflash.losses import chunked_head_loss
+    from dflash.drafter.fp8_head import Fp8Head, obstacle
+    from dflash.drafter.losses import chunked_head_loss
 
     if obstacle(device):
         pytest.skip(obstacle(device))
@@ -174,8 +174,8 @@ def test_the_fast_path_refuses_a_second_backward(device):
 
 def test_fast_capture_is_the_plain_capture(device):
     qwen = pytest.importorskip("transformers.models.qwen3_5")
-    from dflash import fast_target
     from dflash.bench.target import TargetShape, make_target
+    from dflash.target import fast_capture as fast_target
 
     assert qwen
     shape = TargetShape(layers=4, captured=2, hidden=64, intermediate=96, heads=4, kv_heads=2, head_dim=64,
@@ -214,7 +214,7 @@ def dense_target(kind, device, dtype, layers=3, **changes):
 @pytest.mark.parametrize(("kind", "changes"), [
     ("Llama", {}), ("Qwen2", {"head_dim": 8}), ("Qwen3", {}), ("Llama", {"attention_bias": True, "mlp_bias": True})])
 def test_fast_capture_of_a_dense_target_is_the_plain_capture(device, kind, changes):
-    from dflash import fast_target
+    from dflash.target import fast_capture as fast_target
 
     limit = 1e-5 if device.type == "cpu" else 5e-5
     target = dense_target(kind, device, torch.float32, **changes)
@@ -233,9 +233,9 @@ def test_fast_capture_of_a_dense_target_is_the_plain_capture(device, kind, chang
 
 @pytest.mark.parametrize("wrong", ["rotary", "borders", "nan"])
 def test_a_wrong_fast_forward_is_not_attached(device, monkeypatch, wrong):
-    from dflash import fast_target
     from dflash.errors import TargetError
-    from dflash.kernels import target_ops
+    from dflash.target import fast_capture as fast_target
+    from dflash.target import kernels as target_ops
 
     target = dense_target("Llama", device, torch.float32, layers=2)
     right, attention = target_ops.norm_partial_rotary, fast_target.packed_attention
@@ -254,7 +254,7 @@ def test_a_wrong_fast_forward_is_not_attached(device, monkeypatch, wrong):
 @pytest.mark.parametrize("rotary", [8, 16])  # in part, and over the whole head
 @pytest.mark.parametrize("norm", [False, True])
 def test_head_norm_and_rotary_each_optional(device, rotary, norm):
-    from dflash.kernels.target_ops import norm_partial_rotary
+    from dflash.target.kernels import norm_partial_rotary
 
     torch.manual_seed(0)
     x = torch.randn(21, 3, 40, device=device)[..., :16]  # strides of a wider tensor

@@ -15,10 +15,10 @@ from synthetic_run import write_run
 
 from dflash.__main__ import main as command_line
 from dflash.errors import ConfigError, RunError
-from dflash.launch import CELL_FAILED, INTERRUPTED, KILLED, OK, parameters_from, run_notebook
-from dflash.parameters import accepted_parameters, check_parameters, check_variables, declared_parameters, help_text
-from dflash.run_config import RunConfig
-from dflash.telemetry import Run, read_metrics
+from dflash.runs.record import Run, read_metrics
+from dflash.train.settings import RunConfig
+from dflash.workbook.parameters import accepted_parameters, check_parameters, check_variables, declared_parameters, help_text
+from dflash.workbook.run_notebook import CELL_FAILED, INTERRUPTED, KILLED, OK, parameters_from, run_notebook
 
 ROOT = str(Path(__file__).parent.parent)
 PARAMETERS = """\
@@ -153,7 +153,7 @@ def test_the_report_of_an_earlier_run_is_not_overwritten(notebook, tmp_path):
 
 
 def test_a_path_that_cannot_be_is_one_line(capsys):
-    from dflash import report
+    from dflash.views import report
 
     def fail(arguments):
         open("/no/such/folder/x", "w")

@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
+from dflash.drafter.losses import block_metrics, chunked_head_loss, decay_weights, describe_decay, loss_scale
 from dflash.errors import ConfigError
-from dflash.losses import block_metrics, chunked_head_loss, decay_weights, describe_decay, loss_scale
-from dflash.run_config import RunConfig
+from dflash.train.settings import RunConfig
 
 
 def dense(hidden, head, scale, labels=None, teacher=None):

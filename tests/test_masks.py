@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from dflash.attention import AttentionMask, DenseAttentionTooLarge, attention, check_dense_bytes
+from dflash.drafter.attention import AttentionMask, DenseAttentionTooLarge, attention, check_dense_bytes
+from dflash.drafter.masks import AnchorSet, block_supervision, document_ids, eligible_anchors, sample_anchors
 from dflash.errors import ConfigError
-from dflash.masks import AnchorSet, block_supervision, document_ids, eligible_anchors, sample_anchors
 
 
 def oracle(anchors, valid, lengths, total, block_size, window=None):

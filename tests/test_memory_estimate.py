@@ -6,10 +6,10 @@ import pytest
 import torch
 from tiny_models import random_drafter, tiny_target
 
-from dflash.config import create_drafter_config
-from dflash.memory_estimate import GIB, MemoryEstimateError, count_parameters, estimate, refuse_what_does_not_fit
-from dflash.run_config import RunConfig
-from dflash.topology import decide
+from dflash.drafter.config import create_drafter_config
+from dflash.train.memory import GIB, MemoryEstimateError, count_parameters, estimate, refuse_what_does_not_fit
+from dflash.train.settings import RunConfig
+from dflash.train.topology import decide
 
 
 def story_config(**changes) -> RunConfig:

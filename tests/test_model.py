@@ -5,12 +5,12 @@ import math
 import pytest
 import torch
 
-from dflash.config import DrafterConfig, create_drafter_config, rope_theta_of
+from dflash.drafter.config import DrafterConfig, create_drafter_config, rope_theta_of
+from dflash.drafter.layers import rotary_tables
+from dflash.drafter.masks import AnchorSet, document_ids
+from dflash.drafter.model import DFlashDrafter
+from dflash.drafter.warm_start import warm_start
 from dflash.errors import ConfigError
-from dflash.layers import rotary_tables
-from dflash.masks import AnchorSet, document_ids
-from dflash.model import DFlashDrafter
-from dflash.warm_start import warm_start
 
 V, H, N = 60, 32, 2
 SMALL = DrafterConfig(hidden_size=H, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,

@@ -9,8 +9,8 @@ import pytest
 from papermill.exceptions import PapermillExecutionError
 from test_evaluate import tiny_run
 
-from dflash.evaluation_view import evaluation_panels, prompt_table
-from dflash.examples import examples_html
+from dflash.views.evaluation import evaluation_panels, prompt_table
+from dflash.views.examples import examples_html
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOK = ROOT / "notebooks" / "06_evaluate.ipynb"

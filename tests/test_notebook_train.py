@@ -7,11 +7,11 @@ import papermill
 import pytest
 from papermill.exceptions import PapermillExecutionError
 
-from dflash.checkpoint import checkpoints
-from dflash.parameters import declared_parameters
-from dflash.report import build_report
-from dflash.run_config import RunConfig
-from dflash.telemetry import read_metrics
+from dflash.runs.record import read_metrics
+from dflash.train.checkpoint import checkpoints
+from dflash.train.settings import RunConfig
+from dflash.views.report import build_report
+from dflash.workbook.parameters import declared_parameters
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOK = ROOT / "notebooks" / "05_train.ipynb"

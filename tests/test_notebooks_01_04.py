@@ -11,14 +11,14 @@ import pytest
 import torch
 from papermill.exceptions import PapermillExecutionError
 
-from dflash.compile_safety.coldrun import ColdReport
-from dflash.compile_safety.probes import PROBES, ProbeResult
+from dflash.diagnose.choices import choose_compiler, choose_device, choose_devices, choose_probes
+from dflash.diagnose.coldrun import ColdReport
+from dflash.diagnose.kernel import KernelCase, case_rule, kernel_cases, reference_error
+from dflash.diagnose.launches import launch_rows, probe_rows, timeline_bundle, timeline_text
+from dflash.diagnose.probes import PROBES, ProbeResult
+from dflash.diagnose.tables import text_table
 from dflash.errors import ConfigError
-from dflash.isolation.choices import choose_compiler, choose_device, choose_devices, choose_probes
-from dflash.isolation.kernel import KernelCase, case_rule, kernel_cases, reference_error
-from dflash.isolation.launch import launch_rows, probe_rows, timeline_bundle, timeline_text
-from dflash.isolation.tables import text_table
-from dflash.parameters import refuse_below
+from dflash.workbook.parameters import refuse_below
 
 ROOT = Path(__file__).parents[1]
 NAMES = ("01_standalone_kernel", "02_drafter_forward", "03_warmup", "04_threaded_launch")

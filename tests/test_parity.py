@@ -5,8 +5,9 @@ import torch
 from test_acceptance import agreeing_drafter, make_pack
 from tiny_models import tiny_target
 
-from dflash import decoding, target_session
-from dflash.parity import parity_check
+from dflash.evaluate import decoding
+from dflash.evaluate.parity import parity_check
+from dflash.target import session as target_session
 
 
 @pytest.mark.parametrize("kind", ["dense", "hybrid"])
@@ -56,7 +57,7 @@ def test_wrong_layer_in_decoding_is_named(case, monkeypatch):
 
 def test_wrong_positions_in_decoding_are_named(case, monkeypatch):
     target, drafter, source, pack = case
-    from dflash.parity import Recorder
+    from dflash.evaluate.parity import Recorder
 
     def late(self, context, features):  # rotary positions one too high from the second chunk on
         self.context = context

@@ -7,8 +7,8 @@ import torch
 from chat_tokenizer import chat_tokenizer
 from tiny_models import VOCAB, random_drafter, tiny_target
 
-from dflash.export import export_drafter
-from dflash.masks import AnchorSet, document_ids
+from dflash.drafter.export import export_drafter
+from dflash.drafter.masks import AnchorSet, document_ids
 
 pytest.importorskip("speculators", reason="the speculators package is not installed")
 dflash_core = pytest.importorskip("speculators.models.dflash.core", reason="speculators does not import here")

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from tiny_models import VOCAB, random_drafter, tiny_target
 
 from dflash.data import Conversation, load_conversations, make_packs
-from dflash.engine import Replica, SerialEngine, read_sums
+from dflash.drafter.masks import AnchorSet
 from dflash.errors import ConfigError, DataError, DFlashError
-from dflash.features import OnlineFeatures
-from dflash.masks import AnchorSet
-from dflash.plan import Planner
-from dflash.run_config import _SECTIONS, RunConfig
+from dflash.target.features import OnlineFeatures
+from dflash.train.plan import Planner
+from dflash.train.settings import _SECTIONS, RunConfig
+from dflash.train.step import Replica, SerialEngine, read_sums
 
 quick = settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
 LENGTH = 32

@@ -10,20 +10,20 @@ import pytest
 import torch
 from tiny_models import tiny_target
 
-from dflash import fast_target
-from dflash.config import create_drafter_config
 from dflash.data import make_packs, random_conversations, random_packs
-from dflash.engine import Replica, SerialEngine
+from dflash.drafter.config import create_drafter_config
 from dflash.errors import ConfigError, DataError, TargetError
-from dflash.evaluate import EvaluateOptions, evaluate
-from dflash.features import OnlineFeatures, make_source
-from dflash.job import prepare, prepare_data
-from dflash.memory_estimate import MemoryEstimateError
-from dflash.random_target import build_random, random_config, random_head
-from dflash.run_config import RunConfig
-from dflash.target import load_target
-from dflash.telemetry import read_metrics
-from dflash.train_run import start_run, train_run
+from dflash.evaluate.whole import EvaluateOptions, evaluate
+from dflash.launch.run import start_run, train_run
+from dflash.runs.record import read_metrics
+from dflash.target import fast_capture as fast_target
+from dflash.target.capture import load_target
+from dflash.target.features import OnlineFeatures, make_source
+from dflash.target.random_weights import build_random, random_config, random_head
+from dflash.train.memory import MemoryEstimateError
+from dflash.train.prepare import prepare, prepare_data
+from dflash.train.settings import RunConfig
+from dflash.train.step import Replica, SerialEngine
 
 CPU = torch.device("cpu")
 SMALL = dict(target="random:tiny-hybrid@6", data="random:4", pack_length=96, num_captured=3, drafter_layers=1, block_size=4,
@@ -69,7 +69,7 @@ def test_every_process_makes_the_same_model(name):
 
 
 def test_values_look_random():
-    from dflash.random_target import _uniform
+    from dflash.target.random_weights import _uniform
 
     a, b = (_uniform(key, torch.Size([1 << 18]), 1.0, CPU, torch.float32) for key in ("a", "b"))
     counts = torch.histc(a, 16, -1, 1)
@@ -82,7 +82,7 @@ def test_values_look_random():
 
 def test_pieces_join(monkeypatch):
     whole = random_head("random:tiny", CPU, torch.float32).head_weight
-    monkeypatch.setattr("dflash.random_target._PIECE", 1000)
+    monkeypatch.setattr("dflash.target.random_weights._PIECE", 1000)
     assert torch.equal(random_head("random:tiny", CPU, torch.float32).head_weight, whole)
 
 
@@ -160,8 +160,8 @@ def test_what_a_random_target_cannot_give_is_refused(changes, message):
 
 
 def test_one_that_does_not_fit_is_refused_before_it_is_built(monkeypatch, tmp_path):
-    monkeypatch.setattr("dflash.memory_estimate.memory_total", lambda: 16 * 2**30)
-    monkeypatch.setattr("dflash.random_target.build_random", None)
+    monkeypatch.setattr("dflash.train.memory.memory_total", lambda: 16 * 2**30)
+    monkeypatch.setattr("dflash.target.random_weights.build_random", None)
     with pytest.raises(MemoryEstimateError, match="the most is target"):
         start_run(settings(target="random:qwen3.6-27b"), root=tmp_path)
     assert not list(tmp_path.iterdir())

@@ -6,14 +6,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dflash import kernels
-from dflash.drafter_io import save_drafter
+from dflash.drafter import kernels
+from dflash.drafter.model import DFlashDrafter
+from dflash.drafter.storage import save_drafter
 from dflash.errors import ConfigError
-from dflash.model import DFlashDrafter
-from dflash.refusals import drafter_shape, refuse_run
-from dflash.run_config import RunConfig
-from dflash.topology import Topology
-from dflash.train_run import start_run
+from dflash.launch.run import start_run
+from dflash.train.refusals import drafter_shape, refuse_run
+from dflash.train.settings import RunConfig
+from dflash.train.topology import Topology
 
 CUDA = torch.device("cuda", 0)
 ON_A_GPU = Topology((CUDA,), ((CUDA,),), True, "by hand")

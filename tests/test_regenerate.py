@@ -19,13 +19,13 @@ from chat_tokenizer import chat_tokenizer, ids_of
 from tiny_models import slow_greedy
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from dflash import regenerate
 from dflash.data import load_conversations
-from dflash.endpoint import Endpoint
+from dflash.data.generate import answers as regenerate
+from dflash.data.generate.endpoint import Endpoint
+from dflash.data.generate.engines import ENGINES, Generator, Sampling, tokens_per_second
+from dflash.data.generate.prompts import TEMPLATES, make_prompts, prompts_in, topics
 from dflash.errors import ConfigError, DataError, RunError
-from dflash.generation import ENGINES, Generator, Sampling, tokens_per_second
-from dflash.prompts import TEMPLATES, make_prompts, prompts_in, topics
-from dflash.target import Target
+from dflash.target.capture import Target
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -12,11 +12,11 @@ from test_train_command import kinds, material, write_config  # noqa: F401
 from test_training import Poisoned, make_trainer, steps_of
 
 from dflash.__main__ import main
-from dflash.engine import SerialEngine
 from dflash.errors import RunError
-from dflash.features import OnlineFeatures
-from dflash.replay import replay, replay_step
-from dflash.telemetry import read_metrics
+from dflash.runs.record import read_metrics
+from dflash.target.features import OnlineFeatures
+from dflash.train.replay import replay, replay_step
+from dflash.train.step import SerialEngine
 
 
 @pytest.fixture(autouse=True)
@@ -60,7 +60,7 @@ def test_a_step_that_is_not_there_is_refused(trained, capsys):
 
 
 def test_a_step_that_was_not_taken_is_refused_before_anything_is_loaded(trained, tmp_path, monkeypatch):
-    monkeypatch.setattr("dflash.job.prepare", lambda *given, **more: pytest.fail("the target was loaded"))
+    monkeypatch.setattr("dflash.train.prepare.prepare", lambda *given, **more: pytest.fail("the target was loaded"))
     folder = tmp_path / "r"
     folder.mkdir()
     (folder / "config.yaml").write_text("{}")
@@ -129,8 +129,8 @@ def test_the_walk_is_the_runs_own_and_the_step_is_float32():
     """A bfloat16 run: the steps before are taken in bfloat16, the replayed one from the masters in float32."""
     settings = options(steps=6, packs_per_step=1)
     target, replica = first_replica(settings)
-    from dflash.engine import Replica
-    from dflash.optim import learning_rate
+    from dflash.train.optimizer import learning_rate
+    from dflash.train.step import Replica
 
     half = Replica(replica.drafter.to(torch.bfloat16), settings)
     plans, engine = planner(settings, half.drafter), None

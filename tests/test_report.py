@@ -13,13 +13,13 @@ import nbformat
 import pytest
 from synthetic_run import write_run
 
-from dflash.dashboard.series import RunSeries
 from dflash.errors import DataError, RunError
-from dflash.examples import examples_html, read_evaluation, readable
-from dflash.report import build_report
-from dflash.report.notebook_part import repeat_commands, verdict
-from dflash.report.story import bottleneck, findings, hardware, headline, status_of, what_ran
-from dflash.telemetry import Run
+from dflash.runs.record import Run
+from dflash.views.dashboard.series import RunSeries
+from dflash.views.examples import examples_html, read_evaluation, readable
+from dflash.views.report import build_report
+from dflash.views.report.notebook_part import repeat_commands, verdict
+from dflash.views.report.story import bottleneck, findings, hardware, headline, status_of, what_ran
 
 CONFIG = {
     "target": {"target": "smollm2"}, "drafter": {"drafter_layers": 2, "block_size": 8, "max_anchors": 128},
@@ -272,7 +272,7 @@ def test_sources_that_are_no_runs_are_refused(tmp_path):
 
 def test_the_style_sheet_is_whole():
     """A string cut over two lines would make a browser drop the rule, and with it the font."""
-    from dflash.report.style_sheet import CSS
+    from dflash.views.report.style_sheet import CSS
 
     assert CSS.count("{") == CSS.count("}") and all(line.count('"') % 2 == 0 for line in CSS.splitlines())
     assert re.search(r"body \{[^}]*font-family:system-ui", CSS)

@@ -16,17 +16,17 @@ import yaml
 from survival_lab import processes_of
 from test_train_command import kinds, losses, material, start, wait_for_steps, write_config  # noqa: F401
 
-from dflash import run_lock
 from dflash.__main__ import main
-from dflash.checkpoint import checkpoints, newest_state
+from dflash.distributed import sources
 from dflash.errors import ResumeError, RunError
-from dflash.optim import MasterAdamW, finite_each
-from dflash.resume import dtypes_before
-from dflash.run_config import RunConfig, RuntimeOptions
-from dflash.run_lock import locked, refuse_running
-from dflash.runner import sources
-from dflash.telemetry import METRICS_NAME
-from dflash.topology import decide
+from dflash.runs import lock as run_lock
+from dflash.runs.lock import locked, refuse_running
+from dflash.runs.record import METRICS_NAME
+from dflash.train.checkpoint import checkpoints, newest_state
+from dflash.train.optimizer import MasterAdamW, finite_each
+from dflash.train.resume import dtypes_before
+from dflash.train.settings import RunConfig, RuntimeOptions
+from dflash.train.topology import decide
 
 
 @pytest.fixture(scope="module")

@@ -3,9 +3,9 @@
 import pytest
 import yaml
 
-from dflash.config import DrafterConfig, create_drafter_config
+from dflash.drafter.config import DrafterConfig, create_drafter_config
 from dflash.errors import ConfigError
-from dflash.run_config import RunConfig
+from dflash.train.settings import RunConfig
 
 
 def test_round_trip_through_yaml(tmp_path):

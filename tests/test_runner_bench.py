@@ -12,10 +12,10 @@ import torch
 from dflash.__main__ import main
 from dflash.bench import pipeline, timing
 from dflash.bench.pipeline import cpu_workers
-from dflash.run_config import RuntimeOptions
-from dflash.runner.accounting import Ledger, Rates, advice, splits
-from dflash.telemetry import Run, read_metrics
-from dflash.topology import decide
+from dflash.distributed.accounting import Ledger, Rates, advice, splits
+from dflash.runs.record import Run, read_metrics
+from dflash.train.settings import RuntimeOptions
+from dflash.train.topology import decide
 
 
 def test_the_best_split_is_the_one_whose_slower_side_is_fastest():

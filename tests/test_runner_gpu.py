@@ -7,8 +7,8 @@ import torch
 
 from dflash.bench.pipeline_case import SMALL, Case
 from dflash.bench.pipeline_checks import check_equal, check_failure, check_memory, check_spread, check_stamps, check_torchrun
-from dflash.run_config import RuntimeOptions
-from dflash.topology import available_gpus, decide
+from dflash.train.settings import RuntimeOptions
+from dflash.train.topology import available_gpus, decide
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(available_gpus() < 2, reason="needs two CUDA devices")]
 

@@ -13,11 +13,11 @@ from safetensors.torch import load_file
 from test_train_command import ENVIRONMENT, kinds, losses, material, write_config  # noqa: F401
 
 from dflash.__main__ import main
-from dflash.checkpoint import latest_checkpoint
+from dflash.distributed.cluster import meet, roles_of
 from dflash.errors import ConfigError, RunError
-from dflash.run_config import RuntimeOptions
-from dflash.runner.cluster import meet, roles_of
-from dflash.topology import decide
+from dflash.train.checkpoint import latest_checkpoint
+from dflash.train.settings import RuntimeOptions
+from dflash.train.topology import decide
 
 
 def start_nodes(config, nodes: int, processes: int | list[int]) -> list[subprocess.Popen]:

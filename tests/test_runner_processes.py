@@ -9,11 +9,11 @@ import torch
 
 from dflash.bench.pipeline_case import TINY, Case
 from dflash.bench.pipeline_checks import run_torchrun, serial_run
+from dflash.distributed.cluster import Roles, roles_of, workers
+from dflash.distributed.processes import LocalInbox, Schedule, steps_ahead
 from dflash.errors import ConfigError
-from dflash.run_config import RuntimeOptions
-from dflash.runner.cluster import Roles, roles_of, workers
-from dflash.runner.processes import LocalInbox, Schedule, steps_ahead
-from dflash.topology import decide
+from dflash.train.settings import RuntimeOptions
+from dflash.train.topology import decide
 
 
 def topology(drafters: str, targets: str | None):

@@ -13,12 +13,12 @@ from safetensors.torch import load_file
 from test_train_command import check_same, losses, material, write_config  # noqa: F401
 from tiny_models import random_drafter, tiny_target
 
-from dflash import shards
 from dflash.__main__ import main
-from dflash.checkpoint import checkpoints, is_complete, latest_checkpoint, load_trainer_state
-from dflash.engine import Replica
 from dflash.errors import ConfigError, RunError
-from dflash.run_config import RunConfig, RuntimeOptions, TrainOptions
+from dflash.train import shards
+from dflash.train.checkpoint import checkpoints, is_complete, latest_checkpoint, load_trainer_state
+from dflash.train.settings import RunConfig, RuntimeOptions, TrainOptions
+from dflash.train.step import Replica
 
 
 @pytest.fixture(scope="module")
@@ -108,8 +108,8 @@ def alone():
 
 
 def test_one_rank_reads_what_two_wrote_and_refuses_another_drafter(sharded_run, alone, tmp_path):
-    from dflash.drafter_io import load_drafter
-    from dflash.runner.sharding import ShardedReplica
+    from dflash.distributed.sharding import ShardedReplica
+    from dflash.drafter.storage import load_drafter
 
     folder = latest_checkpoint(sharded_run)
     options, about = TrainOptions(), load_trainer_state(folder, whole=False)["optimizer"]

@@ -11,12 +11,12 @@ import pytest
 import torch
 from runner_jobs import LENGTH, drive, drive_until_hang, first_replica, options, packs, planner, serial, weights
 
-from dflash.features import OnlineFeatures
-from dflash.runner.handover import HandOver, schedule
-from dflash.runner.monitor import Monitor, worker_of
-from dflash.runner.replicas import ReplicasDivergedError, copy_target, make_replicas
-from dflash.runner.threads import PipelineEngine, SharedPlanner
-from dflash.target import Features
+from dflash.distributed.handover import HandOver, schedule
+from dflash.distributed.monitor import Monitor, worker_of
+from dflash.distributed.replicas import ReplicasDivergedError, copy_target, make_replicas
+from dflash.distributed.threads import PipelineEngine, SharedPlanner
+from dflash.target.capture import Features
+from dflash.target.features import OnlineFeatures
 
 CPU = torch.device("cpu")
 
@@ -191,7 +191,7 @@ class Counting:
         self.rows, self.per_step = rows, per_step
 
     def step(self, step):
-        from dflash.plan import StepPlan, WorkItem
+        from dflash.train.plan import StepPlan, WorkItem
 
         first = (step - 1) * self.per_step
         items = []

@@ -10,7 +10,7 @@ import torch
 from dflash.bench.pipeline_case import SMALL, Case, make_planner, make_replica, make_target
 from dflash.compile_safety import installed
 from dflash.devices import Readback
-from dflash.features import OnlineFeatures
+from dflash.target.features import OnlineFeatures
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

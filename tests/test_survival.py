@@ -19,7 +19,8 @@ from test_runner_threads import engine_of
 from test_train_command import kinds, losses, material, write_config  # noqa: F401
 
 from dflash.__main__ import main
-from dflash.checkpoint import (
+from dflash.runs.record import MetricsWriter, Run, read_metrics
+from dflash.train.checkpoint import (
     best_checkpoint,
     checkpoint_facts,
     checkpoints,
@@ -27,13 +28,12 @@ from dflash.checkpoint import (
     load_trainer_state,
     save_checkpoint,
 )
-from dflash.engine import Replica
-from dflash.job import prepare_data
-from dflash.optim import MasterAdamW
-from dflash.plan import Planner
-from dflash.resume import SUPERSEDED, plan_fingerprint, rewind_record, same_plan
-from dflash.run_config import RunConfig
-from dflash.telemetry import MetricsWriter, Run, read_metrics
+from dflash.train.optimizer import MasterAdamW
+from dflash.train.plan import Planner
+from dflash.train.prepare import prepare_data
+from dflash.train.resume import SUPERSEDED, plan_fingerprint, rewind_record, same_plan
+from dflash.train.settings import RunConfig
+from dflash.train.step import Replica
 
 HERE = Path(__file__).parent
 
@@ -83,7 +83,7 @@ def test_the_best_checkpoint_outlives_newer_ones_and_a_resume(tmp_path):
 
 def test_a_trained_run_keeps_the_checkpoint_of_its_best_evaluation(material, tmp_path, monkeypatch):  # noqa: F811
     lengths = iter([1.0, 1.5, 3.0, 2.0, 2.5])
-    monkeypatch.setattr("dflash.train_run.evaluate_acceptance", lambda *a: {"acceptance_length": next(lengths)})
+    monkeypatch.setattr("dflash.launch.run.evaluate_acceptance", lambda *a: {"acceptance_length": next(lengths)})
     config = write_config(material, tmp_path / "runs/best", eval_every=2, checkpoint_every=2, keep_checkpoints=1)
     assert main(["train", "--config", str(config)]) == 0
     assert [step for step, _ in checkpoints(config.parent)] == [4, 8]
@@ -144,7 +144,7 @@ def test_nothing_is_cut_twice_and_older_checkpoints_without_an_offset_are_read(t
 
 
 def test_a_follower_of_the_record_sees_each_step_once_after_a_resume(tmp_path):
-    from dflash.dashboard.series import RunSeries
+    from dflash.views.dashboard.series import RunSeries
 
     run = Run.create(tmp_path, {}, "r")
     run.metrics.write("step", step=1, loss=1.0, tokens=10)

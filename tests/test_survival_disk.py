@@ -16,13 +16,13 @@ from runner_jobs import options
 from survival_lab import save
 from test_training import make_trainer, steps_of
 
-from dflash import worker_log
-from dflash.checkpoint import checkpoints, latest_checkpoint, load_trainer_state
 from dflash.compile_safety import HangError
 from dflash.compile_safety.watchdog import Watchdog
 from dflash.errors import RunError
-from dflash.telemetry import MetricsWriter, Run, read_metrics
-from dflash.worker_log import worker_output
+from dflash.runs import worker_log
+from dflash.runs.record import MetricsWriter, Run, read_metrics
+from dflash.runs.worker_log import worker_output
+from dflash.train.checkpoint import checkpoints, latest_checkpoint, load_trainer_state
 
 HERE = Path(__file__).parent
 

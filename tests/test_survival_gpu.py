@@ -13,11 +13,11 @@ from test_train_command import kinds, losses, write_config
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from dflash.__main__ import main
-from dflash.engine import Replica
-from dflash.memory_help import DeviceOutOfMemory
-from dflash.run_config import RunConfig
-from dflash.telemetry import Run
-from dflash.topology import available_gpus
+from dflash.runs.record import Run
+from dflash.train.memory_help import DeviceOutOfMemory
+from dflash.train.settings import RunConfig
+from dflash.train.step import Replica
+from dflash.train.topology import available_gpus
 
 GPUS = available_gpus()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 1, reason="needs a CUDA device")]
@@ -56,7 +56,7 @@ def test_out_of_memory_names_the_device_and_the_run_goes_on_afterwards(material,
         return accumulate(self, *arguments)
 
     monkeypatch.setattr(Replica, "accumulate", exhausted)
-    from dflash.train_run import train_run
+    from dflash.launch.run import train_run
 
     with pytest.raises(DeviceOutOfMemory) as caught:
         train_run(Run.open(config.parent), RunConfig.load(config))

@@ -15,8 +15,8 @@ from notebook_factory import write_notebook
 from survival_lab import processes_of
 from test_train_command import kinds, losses, material, write_config  # noqa: F401
 
-from dflash.checkpoint import latest_checkpoint
-from dflash.launch import KILLED
+from dflash.train.checkpoint import latest_checkpoint
+from dflash.workbook.run_notebook import KILLED
 
 ROOT = Path(__file__).parents[1]
 CELLS = """\

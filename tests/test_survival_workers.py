@@ -16,13 +16,13 @@ from survival_lab import processes_of
 from test_runner_threads import engine_of
 from test_train_command import kinds, losses, material, start, wait_for_steps, write_config  # noqa: F401
 
-from dflash.checkpoint import latest_checkpoint
-from dflash.engine import Replica
-from dflash.memory_help import DeviceOutOfMemory
-from dflash.run_config import RunConfig
-from dflash.runner.launcher import child_environment, torchrun_command
-from dflash.runner.monitor import worker_of
-from dflash.telemetry import Run
+from dflash.distributed.monitor import worker_of
+from dflash.launch.torchrun import child_environment, torchrun_command
+from dflash.runs.record import Run
+from dflash.train.checkpoint import latest_checkpoint
+from dflash.train.memory_help import DeviceOutOfMemory
+from dflash.train.settings import RunConfig
+from dflash.train.step import Replica
 
 HERE = Path(__file__).parent
 
@@ -113,7 +113,7 @@ def test_out_of_memory_in_one_drafter_names_device_table_and_knobs(material, tmp
         return accumulate(self, *arguments)
 
     monkeypatch.setattr(Replica, "accumulate", exhausted)
-    from dflash.train_run import train_run
+    from dflash.launch.run import train_run
 
     run = Run.open(config.parent)
     with pytest.raises(DeviceOutOfMemory) as caught:

@@ -12,11 +12,11 @@ from notebook_factory import outputs, write_notebook
 from synthetic_run import write_run
 
 from dflash.__main__ import main as command_line
-from dflash.dashboard.compare import choose, comparison_panels, differences, list_runs, not_comparable, overview
 from dflash.errors import ConfigError, RunError
-from dflash.report.comparison import build_comparison
-from dflash.sweep import grid, point_name, sweep
-from dflash.tensorboard import TensorBoardSink, export_events
+from dflash.runs.tensorboard import TensorBoardSink, export_events
+from dflash.views.dashboard.compare import choose, comparison_panels, differences, list_runs, not_comparable, overview
+from dflash.views.report.comparison import build_comparison
+from dflash.workbook.sweep import grid, point_name, sweep
 
 ROOT = Path(__file__).parent.parent
 

@@ -11,13 +11,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from dflash.errors import TargetError
-from dflash.target import (
-    Target,
-    choose_mask_token_id,
-    default_layer_ids,
-    group_documents,
-    validate_mask_token_id,
-)
+from dflash.target.capture import Target, choose_mask_token_id, default_layer_ids, group_documents, validate_mask_token_id
 
 KINDS = ("dense", "sliding", "hybrid")
 
@@ -195,7 +189,7 @@ def nan(target):
 
 
 def _replaced(target, ids, final):
-    from dflash.target import Features
+    from dflash.target.capture import Features
 
     parts = [oracle(target, part)[0][-1] for part in (ids[:, :8], ids[:, 8:])]
     states = torch.cat(parts, 1)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from tiny_models import tiny_target as build
 
-from dflash.target import Target
-from dflash.target_loading import load_config, load_model, resolve_source
+from dflash.target.capture import Target
+from dflash.target.loading import load_config, load_model, resolve_source
 
 gguf = pytest.importorskip("gguf")
 

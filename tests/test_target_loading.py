@@ -11,10 +11,10 @@ from safetensors.torch import load_file, save_file
 from tiny_models import tiny_target as build
 from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
-from dflash import target_loading
 from dflash.errors import TargetError
-from dflash.target import load_target
-from dflash.target_loading import find_embedding_weights, load_config, resolve_source
+from dflash.target import loading as target_loading
+from dflash.target.capture import load_target
+from dflash.target.loading import find_embedding_weights, load_config, resolve_source
 
 
 @pytest.fixture
@@ -218,7 +218,7 @@ def test_the_packaged_target_does_not_import_its_package(smollm2):
     {"rope_theta": 5e6}, {"rope_parameters": {"rope_theta": 5e6, "rope_type": "default"}}])
 def test_rope_base_survives_either_layout_of_the_saved_config(folder, layout):
     """Model-Optimizer#2221: read from the old place, the base was 100 times off."""
-    from dflash.config import create_drafter_config
+    from dflash.drafter.config import create_drafter_config
 
     config = json.loads((folder / "config.json").read_text())
     config.pop("rope_parameters", None)
@@ -234,9 +234,9 @@ def test_a_drafter_of_a_tied_target_reads_the_embedding_as_its_head():
     """Automodel#2319: the target's tie flag came along into a drafter whose head is its own tensor."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from dflash.config import create_drafter_config
-    from dflash.model import DFlashDrafter
-    from dflash.target import Target
+    from dflash.drafter.config import create_drafter_config
+    from dflash.drafter.model import DFlashDrafter
+    from dflash.target.capture import Target
 
     target = Target(LlamaForCausalLM(LlamaConfig(
         vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,

@@ -8,10 +8,10 @@ from accelerate.utils import check_device_map
 from tiny_models import random_drafter, tiny_target
 
 from dflash.errors import ConfigError
-from dflash.features import OnlineFeatures
-from dflash.run_config import RuntimeOptions
-from dflash.target_map import device_map, shard_target
-from dflash.topology import decide
+from dflash.target.features import OnlineFeatures
+from dflash.target.spread import device_map, shard_target
+from dflash.train.settings import RuntimeOptions
+from dflash.train.topology import decide
 
 
 def gpus(count: int) -> list[torch.device]:
@@ -42,7 +42,7 @@ def test_every_part_has_one_place_and_layers_go_in_order(kind, count):
 def test_devices_get_about_as_many_bytes_and_a_tied_head_stays_with_the_embedding():
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from dflash.target import Target
+    from dflash.target.capture import Target
 
     config = LlamaConfig(vocab_size=640, hidden_size=32, intermediate_size=64, num_hidden_layers=12, num_attention_heads=4,
                          num_key_value_heads=2, tie_word_embeddings=True)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from tiny_models import tiny_target as build
 
-from dflash import target_speed
-from dflash.target_speed import preflight
+from dflash.target import speed as target_speed
+from dflash.target.speed import preflight
 
 
 def test_a_dense_target_is_only_measured():

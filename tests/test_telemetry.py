@@ -14,11 +14,11 @@ import torch
 import yaml
 
 from dflash.__main__ import main
-from dflash.background import BackgroundRun
-from dflash.control import RunControl
 from dflash.errors import RunError
-from dflash.telemetry import DeviceSampler, MetricsWriter, Run, read_metrics
-from dflash.worker_log import worker_output
+from dflash.launch.background import BackgroundRun
+from dflash.runs.control import RunControl
+from dflash.runs.record import DeviceSampler, MetricsWriter, Run, read_metrics
+from dflash.runs.worker_log import worker_output
 
 
 @pytest.fixture
@@ -127,7 +127,7 @@ def test_a_full_disk_is_announced_once_and_does_not_raise(tmp_path, monkeypatch,
     def full(fd, data):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("dflash.telemetry.os.write", full)
+    monkeypatch.setattr("dflash.runs.record.os.write", full)
     writer.write("step", step=1)
     writer.write("step", step=2)
     assert writer.dropped == 2

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from dflash.errors import ConfigError
-from dflash.run_config import RunConfig, RuntimeOptions
-from dflash.topology import decide, default_drafters, parse_gpus
+from dflash.train.settings import RunConfig, RuntimeOptions
+from dflash.train.topology import decide, default_drafters, parse_gpus
 
 
 @pytest.mark.parametrize(

@@ -18,14 +18,14 @@ from safetensors.torch import load_file
 from tiny_models import tiny_target
 
 from dflash.__main__ import main
-from dflash.checkpoint import latest_checkpoint
-from dflash.control import RunControl
 from dflash.errors import RunError
-from dflash.run_config import RunConfig
-from dflash.runner import signals
-from dflash.runner.rank_train import told
-from dflash.runner.signals import graceful
-from dflash.telemetry import read_metrics
+from dflash.launch import signals
+from dflash.launch.rank import told
+from dflash.launch.signals import graceful
+from dflash.runs.control import RunControl
+from dflash.runs.record import read_metrics
+from dflash.train.checkpoint import latest_checkpoint
+from dflash.train.settings import RunConfig
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).resolve().parents[1])}
 
@@ -87,7 +87,7 @@ def test_threads_give_the_serial_numbers(material, serial_run, tmp_path):
     assert main(["train", "--config", str(config), "--runs", "runs"]) == 0
     check_same(tmp_path / "runs/threads", serial_run)
     with pytest.raises(RunError, match="--resume"):
-        from dflash.train_command import open_run
+        from dflash.commands.train import open_run
 
         open_run(config, RunConfig.load(config), False, Path("runs"))
 

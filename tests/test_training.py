@@ -7,16 +7,16 @@ import pytest
 import torch
 from runner_jobs import drive, first_replica, options, packs, planner, weights
 
-from dflash.checkpoint import checkpoints, load_trainer_state, save_checkpoint
-from dflash.control import RunControl
 from dflash.data import Conversation, make_packs
-from dflash.engine import Replica, SerialEngine
 from dflash.errors import DataError
-from dflash.features import OnlineFeatures
-from dflash.optim import MasterAdamW, learning_rate
-from dflash.plan import Planner
-from dflash.telemetry import Run, read_metrics
-from dflash.training import NonFiniteParameterError, Trainer
+from dflash.runs.control import RunControl
+from dflash.runs.record import Run, read_metrics
+from dflash.target.features import OnlineFeatures
+from dflash.train.checkpoint import checkpoints, load_trainer_state, save_checkpoint
+from dflash.train.loop import NonFiniteParameterError, Trainer
+from dflash.train.optimizer import MasterAdamW, learning_rate
+from dflash.train.plan import Planner
+from dflash.train.step import Replica, SerialEngine
 
 
 def make_trainer(tmp_path, settings, run_id="run", resume=False, source=None, evaluate=None):

@@ -6,9 +6,9 @@ import types
 
 import torch
 
-from dflash.config import DrafterConfig, create_drafter_config
-from dflash.model import DFlashDrafter
-from dflash.target import Target
+from dflash.drafter.config import DrafterConfig, create_drafter_config
+from dflash.drafter.model import DFlashDrafter
+from dflash.target.capture import Target
 
 VOCAB = 61
 

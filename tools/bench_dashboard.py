@@ -73,11 +73,11 @@ def full_length() -> None:
     sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
     from synthetic_run import write_records
 
-    from dflash.dashboard import RunSeries, build_panels
-    from dflash.dashboard.bundle import bundle, one_line
-    from dflash.dashboard.plotly_form import grid_figure
-    from dflash.sampler import resident_bytes
-    from dflash.telemetry import Run
+    from dflash.runs.record import Run
+    from dflash.runs.sampler import resident_bytes
+    from dflash.views.dashboard import RunSeries, build_panels
+    from dflash.views.dashboard.bundle import bundle, one_line
+    from dflash.views.dashboard.plotly_form import grid_figure
 
     with tempfile.TemporaryDirectory() as folder:
         run = Run.create(folder, {"steps": 20_000}, "r")

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 
 def main() -> int:
-    from dflash.compile_safety.coldrun import run_cold, to_json
+    from dflash.diagnose.coldrun import run_cold, to_json
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--processes", type=int, default=10, help="fresh processes in each mode")

@@ -19,7 +19,7 @@ BOUND_US = 20.0
 def main() -> int:
     import torch
 
-    from dflash.compile_safety.overhead import measure_gate_overhead
+    from dflash.diagnose.overhead import measure_gate_overhead
 
     result = {"torch": torch.__version__, **measure_gate_overhead()}
     print(json.dumps(result))

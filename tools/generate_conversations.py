@@ -18,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from dflash import regenerate  # noqa: E402
+from dflash.data.generate import answers as regenerate  # noqa: E402
 
 
 def main() -> int:

@@ -30,10 +30,10 @@ TINY = dict(data="data/smollm2_conversations.jsonl", held_out_data=None, held_ou
 
 def one(name: str, labels: str, seed: int, steps: int, tiny: bool) -> int:
     """One run, in this process."""
-    from dflash import fast_path
-    from dflash.run_config import RunConfig
-    from dflash.telemetry import Run
-    from dflash.train_run import train_run
+    from dflash.drafter import fast_path
+    from dflash.launch.run import train_run
+    from dflash.runs.record import Run
+    from dflash.train.settings import RunConfig
 
     settings = SETTINGS | dict(attention="flex") | (TINY if tiny else {})
     config = RunConfig.from_parameters(**settings, steps=steps, seed=seed, soft_labels=labels == "soft",
@@ -46,7 +46,7 @@ def one(name: str, labels: str, seed: int, steps: int, tiny: bool) -> int:
 
 def read(folder: Path) -> dict:
     """Held-out acceptance by step, the mean loss of the last 50 steps, and tokens/s after the first 20 of one run."""
-    from dflash.telemetry import read_metrics
+    from dflash.runs.record import read_metrics
 
     records = read_metrics(folder)[0]
     steps = [r for r in records if r["kind"] == "step"]

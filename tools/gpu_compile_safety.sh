@@ -20,8 +20,8 @@ run() { # name limit command...
 
 if [[ $part == probes || $part == all ]]; then
   run overhead 120 "$PY" tools/gate_overhead.py
-  run deadlock_off 200 "$PY" -c "from dflash.compile_safety.probes import run_probe as r; print(r('lazy_backward_deadlock', False, limit=90))"
-  run deadlock_on 200 "$PY" -c "from dflash.compile_safety.probes import run_probe as r; print(r('lazy_backward_deadlock', True, limit=150))"
+  run deadlock_off 200 "$PY" -c "from dflash.diagnose.probes import run_probe as r; print(r('lazy_backward_deadlock', False, limit=90))"
+  run deadlock_on 200 "$PY" -c "from dflash.diagnose.probes import run_probe as r; print(r('lazy_backward_deadlock', True, limit=150))"
   run doctor 580 "$PY" -m dflash doctor --quick
 fi
 if [[ $part == cold || $part == all ]]; then

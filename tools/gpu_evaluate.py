@@ -17,7 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from dflash.evaluate import EvaluateOptions, evaluate, table, write_evaluation
+from dflash.evaluate.whole import EvaluateOptions, evaluate, table, write_evaluation
 
 CASES = {
     "float32-greedy": {"dtype": "float32"},

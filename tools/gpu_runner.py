@@ -51,8 +51,8 @@ def release() -> None:
 
 def topologies() -> dict:
     """The two that fit two GPUs."""
-    from dflash.run_config import RuntimeOptions
-    from dflash.topology import available_gpus, decide
+    from dflash.train.settings import RuntimeOptions
+    from dflash.train.topology import available_gpus, decide
 
     if TINY:
         return {"1+1": decide(RuntimeOptions(gpus="cpu:1", target_gpus="cpu:1"), 0),
@@ -130,7 +130,7 @@ def part_failure() -> None:
 def part_full(size: int) -> None:
     """The story's sizes, one target and one drafter."""
     from dflash.bench.pipeline import measure_pipeline, table
-    from dflash.runner.accounting import Rates, advice
+    from dflash.distributed.accounting import Rates, advice
 
     tokens, anchors = FULL_SIZES[size]
     job = case("full", 1, target_layers=4 if TINY else 64, hybrid=not TINY, packs=3)
@@ -154,9 +154,9 @@ def part_linear(hide: bool = False) -> None:
         sys.modules["fla"] = None  # what a machine without flash-linear-attention has
     import torch
 
-    from dflash import fast_target
     from dflash.bench import target as bench
     from dflash.bench.timing import matmul_ceiling
+    from dflash.target import fast_capture as fast_target
 
     device = torch.device("cpu" if TINY else "cuda:0")
     shape = bench.TargetShape(tokens=96, document=30, layers=4, depth=8, captured=2, hidden=64, intermediate=96, heads=4,
@@ -206,8 +206,8 @@ def part_ranks() -> None:
 def part_sharded() -> None:
     """One target over both GPUs, the drafter on the second: features and losses are those of a target in one piece."""
     from dflash.bench.pipeline_checks import check_spread
-    from dflash.run_config import RuntimeOptions
-    from dflash.topology import available_gpus, decide
+    from dflash.train.settings import RuntimeOptions
+    from dflash.train.topology import available_gpus, decide
 
     if TINY:
         topology = topologies()["1+1"]

@@ -133,7 +133,7 @@ def execute(engine: str, given: dict[str, Any], notebook: str, folder: Path, lim
 
 def ask_to_stop(folder: Path) -> bool:
     """Have the run end after its current step; False where it has not come that far."""
-    from dflash.control import RunControl
+    from dflash.runs.control import RunControl
 
     stepping = any(r["kind"] == "step" for r in read(folder))
     if stepping:
@@ -163,7 +163,7 @@ def news(folder: Path) -> str:
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
-    from dflash.telemetry import read_metrics
+    from dflash.runs.record import read_metrics
 
     return read_metrics(folder)[0]
 

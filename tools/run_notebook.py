@@ -152,7 +152,7 @@ def with_parameters(source: str, parameters: dict[str, str]) -> str:
 def run_settings() -> set[str]:
     """Names of every setting of a run."""
     sys.path.insert(0, str(ROOT))
-    from dflash.run_config import RunConfig
+    from dflash.train.settings import RunConfig
 
     return {name for section in RunConfig().to_dict().values() for name in section}
 

@@ -29,18 +29,18 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 import torch  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
-from dflash.checkpoint import best_checkpoint, checkpoint_facts, checkpoints, latest_checkpoint  # noqa: E402
-from dflash.control import RunControl  # noqa: E402
-from dflash.engine import Replica  # noqa: E402
-from dflash.features import OnlineFeatures  # noqa: E402
-from dflash.job import prepare_data  # noqa: E402
-from dflash.resume import SUPERSEDED  # noqa: E402
-from dflash.run_config import RunConfig  # noqa: E402
-from dflash.runner.handover import HandOver  # noqa: E402
-from dflash.runner.signals import graceful  # noqa: E402
-from dflash.runner.threads import PipelineEngine  # noqa: E402
-from dflash.telemetry import MetricsWriter, Run, read_metrics  # noqa: E402
-from dflash.train_run import start_run, train_run  # noqa: E402
+from dflash.distributed.handover import HandOver  # noqa: E402
+from dflash.distributed.threads import PipelineEngine  # noqa: E402
+from dflash.launch.run import start_run, train_run  # noqa: E402
+from dflash.launch.signals import graceful  # noqa: E402
+from dflash.runs.control import RunControl  # noqa: E402
+from dflash.runs.record import MetricsWriter, Run, read_metrics  # noqa: E402
+from dflash.target.features import OnlineFeatures  # noqa: E402
+from dflash.train.checkpoint import best_checkpoint, checkpoint_facts, checkpoints, latest_checkpoint  # noqa: E402
+from dflash.train.prepare import prepare_data  # noqa: E402
+from dflash.train.resume import SUPERSEDED  # noqa: E402
+from dflash.train.settings import RunConfig  # noqa: E402
+from dflash.train.step import Replica  # noqa: E402
 
 KILLS = ("kill in a save", "kill between steps", "kill in a save", "kill in a save")
 OTHERS = ("target dies", "drafter dies", "copy dies", "drafter out of memory", "target hangs", "drafter hangs",

@@ -7,21 +7,13 @@ from dataclasses import replace
 
 import torch
 
-from dflash.attention import BACKENDS, AttentionMask, attention
 from dflash.bench.arguments import add_json_argument, add_timing_arguments
 from dflash.bench.step import add_shape_arguments, shape_asked
-from dflash.bench.timing import (
-    environment,
-    free_memory,
-    measure,
-    refuse_hours,
-    synchronize,
-    timing_fields,
-    write_json,
-)
+from dflash.bench.timing import environment, free_memory, measure, refuse_hours, synchronize, timing_fields, write_json
 from dflash.bench.workload import StepShape, document_lengths
 from dflash.devices import device_named, dtype_named
-from dflash.masks import document_ids, sample_anchors
+from dflash.drafter.attention import BACKENDS, AttentionMask, attention
+from dflash.drafter.masks import document_ids, sample_anchors
 
 MAX_DENSE_BYTES = 32 << 30
 SMALLER = "--tokens 2048 --anchors 64 --block 8"

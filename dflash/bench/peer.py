@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from dflash.bench.workload import StepInputs, StepShape
+from dflash.drafter.masks import document_ids
 from dflash.errors import ConfigError
-from dflash.masks import document_ids
 
 GAMMA = 10.0
 

@@ -28,13 +28,13 @@ from dflash.bench.timing import StepClock, environment, free_memory, matmul_ceil
 from dflash.bench.workload import matmul_flops
 from dflash.compile_safety import protected
 from dflash.devices import one_host_thread
-from dflash.engine import Replica
-from dflash.features import OnlineFeatures
-from dflash.run_config import RuntimeOptions
-from dflash.runner.accounting import Rates, advice
-from dflash.runner.threads import PipelineEngine
-from dflash.sampler import resident_bytes
-from dflash.topology import CPU, Topology, decide
+from dflash.distributed.accounting import Rates, advice
+from dflash.distributed.threads import PipelineEngine
+from dflash.runs.sampler import resident_bytes
+from dflash.target.features import OnlineFeatures
+from dflash.train.settings import RuntimeOptions
+from dflash.train.step import Replica
+from dflash.train.topology import CPU, Topology, decide
 
 _TOO_FAST = 1.5  # a pipeline above this share of its slower side shows that a stage alone was measured too slow
 SHAPES = {"tiny": TINY, "small": SMALL, "medium": MEDIUM, "full": FULL}

@@ -7,21 +7,21 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from dflash import fast_target
 from dflash.bench.target import TargetShape
 from dflash.bench.target import make_target as make_hybrid
 from dflash.bench.workload import StepShape, document_lengths, make_drafter
 from dflash.data import Pack
-from dflash.engine import Replica
-from dflash.features import OnlineFeatures
-from dflash.masks import document_ids
-from dflash.plan import Planner
-from dflash.run_config import TrainOptions
-from dflash.runner.replicas import copy_target, make_replicas
-from dflash.runner.threads import PipelineEngine, SharedPlanner
-from dflash.target import Target
-from dflash.telemetry import Run
-from dflash.topology import Topology
+from dflash.distributed.replicas import copy_target, make_replicas
+from dflash.distributed.threads import PipelineEngine, SharedPlanner
+from dflash.drafter.masks import document_ids
+from dflash.runs.record import Run
+from dflash.target import fast_capture as fast_target
+from dflash.target.capture import Target
+from dflash.target.features import OnlineFeatures
+from dflash.train.plan import Planner
+from dflash.train.settings import TrainOptions
+from dflash.train.step import Replica
+from dflash.train.topology import Topology
 
 
 @dataclass(frozen=True)

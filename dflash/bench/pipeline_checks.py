@@ -17,25 +17,17 @@ import torch
 from torch import Tensor
 
 from dflash.bench.pipeline import memory_now, on, run_steps
-from dflash.bench.pipeline_case import (
-    Case,
-    make_engine,
-    make_packs,
-    make_planner,
-    make_replica,
-    make_target,
-    weights_of,
-)
+from dflash.bench.pipeline_case import Case, make_engine, make_packs, make_planner, make_replica, make_target, weights_of
 from dflash.compile_safety import protected
-from dflash.engine import SerialEngine
-from dflash.features import OnlineFeatures
-from dflash.plan import StepPlan, WorkItem
-from dflash.runner.cluster import workers
-from dflash.runner.launcher import child_environment, torchrun_command
-from dflash.runner.threads import PipelineEngine
-from dflash.target import Features
-from dflash.target_map import shard_target
-from dflash.topology import Topology
+from dflash.distributed.cluster import workers
+from dflash.distributed.threads import PipelineEngine
+from dflash.launch.torchrun import child_environment, torchrun_command
+from dflash.target.capture import Features
+from dflash.target.features import OnlineFeatures
+from dflash.target.spread import shard_target
+from dflash.train.plan import StepPlan, WorkItem
+from dflash.train.step import SerialEngine
+from dflash.train.topology import Topology
 
 _STALL = 400_000  # device cycles, about 0.2 ms: long enough for an unordered copy to show
 

@@ -16,11 +16,11 @@ import torch
 from dflash.bench.pipeline_case import make_planner, make_replica, make_target, weights_of
 from dflash.bench.timing import StepClock
 from dflash.compile_safety import protected
-from dflash.features import OnlineFeatures
-from dflash.resume import whole_drafter
-from dflash.runner.cluster import Cluster
-from dflash.runner.ranks import make_engine, run_rank, serve_target
-from dflash.runner.sharding import ShardedReplica
+from dflash.distributed.cluster import Cluster
+from dflash.distributed.ranks import make_engine, run_rank, serve_target
+from dflash.distributed.sharding import ShardedReplica
+from dflash.target.features import OnlineFeatures
+from dflash.train.resume import whole_drafter
 
 
 def work(cluster: Cluster, job: dict) -> None:

@@ -8,23 +8,15 @@ from dataclasses import fields
 
 import torch
 
-from dflash import fast_path, kernels
 from dflash.bench.arguments import add_json_argument, add_timing_arguments, share, whole
-from dflash.bench.timing import (
-    environment,
-    free_memory,
-    matmul_ceiling,
-    measure,
-    refuse_hours,
-    timing_fields,
-    write_json,
-)
+from dflash.bench.timing import environment, free_memory, matmul_ceiling, measure, refuse_hours, timing_fields, write_json
 from dflash.bench.workload import StepInputs, StepShape, make_drafter, make_head, make_inputs, matmul_flops
 from dflash.devices import device_named, dtype_named
+from dflash.drafter import fast_path, kernels
+from dflash.drafter.fp8_head import PRECISIONS, refuse
+from dflash.drafter.model import DFlashDrafter
 from dflash.errors import ConfigError
-from dflash.fp8_head import PRECISIONS, refuse
-from dflash.model import DFlashDrafter
-from dflash.optim import MasterAdamW
+from dflash.train.optimizer import MasterAdamW
 
 GAMMA = 10.0
 SMALLER = ("--tokens 512 --anchors 64 --block 4 --hidden 576 --layers 2 --heads 9 --kv-heads 3 --head-dim 64 "

@@ -15,7 +15,6 @@ from dataclasses import dataclass, fields, replace
 
 import torch
 
-from dflash import fast_target
 from dflash.bench.arguments import add_json_argument, add_timing_arguments, whole
 from dflash.bench.timing import (
     Timing,
@@ -31,7 +30,8 @@ from dflash.bench.timing import (
 from dflash.bench.workload import document_lengths
 from dflash.devices import device_named, dtype_named
 from dflash.errors import ConfigError
-from dflash.target import Target, load_target
+from dflash.target import fast_capture as fast_target
+from dflash.target.capture import Target, load_target
 
 
 @dataclass(frozen=True)

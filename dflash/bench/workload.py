@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dflash.config import DrafterConfig, create_drafter_config
-from dflash.masks import AnchorSet, document_ids, sample_anchors
-from dflash.model import DFlashDrafter
+from dflash.drafter.config import DrafterConfig, create_drafter_config
+from dflash.drafter.masks import AnchorSet, document_ids, sample_anchors
+from dflash.drafter.model import DFlashDrafter
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,8 @@ def setup():
 
 def extra_backends() -> list[str]:
     """Attention backends beside flex that exist here and are meant for a GPU."""
-    from dflash import kernels
-    from dflash.attention import BACKENDS
+    from dflash.drafter import kernels
+    from dflash.drafter.attention import BACKENDS
 
     return [name for name in BACKENDS if name == "triton" and kernels.usable("cuda")]
 

@@ -39,7 +39,7 @@ OPTIONS = {
 
 def sweep(call: Callable[[], dict]) -> dict:
     """The tile settings of the Triton attention, one kernel after another; the best stays set."""
-    from dflash.kernels.attention import CONFIG
+    from dflash.drafter.kernels.attention import CONFIG
 
     tried, best = [], call()["both_ms"]
     try:
@@ -65,7 +65,7 @@ def sweep(call: Callable[[], dict]) -> dict:
 
 def use_swept_config() -> None:
     """Set what `sweep` found, in this process too."""
-    from dflash.kernels.attention import CONFIG
+    from dflash.drafter.kernels.attention import CONFIG
 
     for row in HARNESS.results():
         if row["name"] == "config" and "chosen" in row:
@@ -76,10 +76,10 @@ def group_loss() -> None:
     """The loss over the head alone, on the rows of a step with nothing to skip: tile settings, chunks, liger-kernel."""
     import torch
 
-    from dflash import kernels
     from dflash.bench.timing import free_memory, measure
-    from dflash.fp8_head import Fp8Head
-    from dflash.losses import chunked_head_loss
+    from dflash.drafter import kernels
+    from dflash.drafter.fp8_head import Fp8Head
+    from dflash.drafter.losses import chunked_head_loss
 
     device, dtype, large, _ = setup()
     rows = large.anchors * (large.block - 1)
@@ -126,7 +126,7 @@ def group_loss() -> None:
     timed("soft, plain 1024", ours(soft, 1024, False), 3)
     if not kernels.usable(device):
         return
-    from dflash.kernels import head_loss
+    from dflash.drafter.kernels import head_loss
 
     for block, warps in ((8192, 16), (2048, 4), (4096, 4), (8192, 8)):
         head_loss.BLOCK, head_loss.WARPS = block, warps

@@ -78,9 +78,9 @@ def group_levers() -> None:
 
     import torch
 
-    import dflash.model
-    from dflash import kernels
-    from dflash.head_plan import HeadPlan
+    import dflash.drafter.model
+    from dflash.drafter import kernels
+    from dflash.drafter.head_plan import HeadPlan
 
     large = setup()[2]
     ceiling = ceiling_of("levers")
@@ -94,7 +94,7 @@ def group_levers() -> None:
              head_precision="fp8")
 
     if kernels.usable(setup()[0]):
-        from dflash.kernels import blocks
+        from dflash.drafter.kernels import blocks
 
         blocks.JOINT_QKV = True
         measured(large, False, ceiling, "levers", "hard, q k v joint", 20, best, repeats=5)
@@ -109,16 +109,16 @@ def group_levers() -> None:
     HeadPlan.make = classmethod(unshared)
     measured(large, True, ceiling, "levers", "teacher rows not shared", 20, best, repeats=3)
     HeadPlan.make = classmethod(make)
-    plain = dflash.model.chunked_head_loss
+    plain = dflash.drafter.model.chunked_head_loss
 
     def swapped(*args, **kwargs):
         return plain(*args, **{**kwargs, "fused": not kwargs["fused"]})
 
-    dflash.model.chunked_head_loss = functools.wraps(plain)(swapped)
+    dflash.drafter.model.chunked_head_loss = functools.wraps(plain)(swapped)
     if not TINY:
         measured(large, True, ceiling, "levers", "plain layers, fused loss", 60, repeats=3, fast_path=False)
         measured(large, True, ceiling, "levers", "fast layers, plain loss", 25, best, repeats=3, chunk=1024)
-    dflash.model.chunked_head_loss = plain
+    dflash.drafter.model.chunked_head_loss = plain
 
 
 def _peer(group: str, shape, soft: bool, name: str, losses: str = "eager") -> None:

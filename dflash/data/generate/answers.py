@@ -1,0 +1,359 @@
+"""`python -m dflash regenerate`: have the target write the answers that a drafter is trained on.
+
+A drafter must predict what its target writes, so the best training text is the target's own. Token ids and
+the finish reason are kept beside the text, because text does not always come back to the same ids when it is
+tokenized again. The output can be continued after a kill: whole lines are kept, a torn last line is cut off,
+and what is already answered is not asked again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from dflash.data.generate.endpoint import Endpoint
+from dflash.data.generate.engines import ENGINES, Answer, Generator, Sampling, tokens_per_second
+from dflash.data.generate.prompts import make_prompts, prompts_in
+from dflash.errors import ConfigError, DataError
+from dflash.target.capture import Target, load_target
+from dflash.target.random_weights import NOTHING_TO_DECODE, is_random
+from dflash.workbook.parameters import refuse_below
+
+
+@dataclass(frozen=True)
+class Job:
+    """One question: the messages before the answer, their token ids (empty for an endpoint), how to draw."""
+
+    messages: tuple[dict, ...]
+    prompt_ids: tuple[int, ...]
+    sampling: Sampling
+
+    @property
+    def key(self) -> str:
+        """Same question and same way to draw: same key."""
+        return _key(list(self.messages), self.sampling.record())
+
+
+def _key(messages: list[dict], sampling: dict) -> str:
+    text = json.dumps(
+        [messages, sampling.get("temperature", 0.0), sampling.get("top_p", 1.0)], sort_keys=True
+    )
+    return hashlib.sha256(text.encode()).hexdigest()[:20]
+
+
+class ConversationFile:
+    """Append-only JSONL of answered conversations, safe to continue.
+
+    `settings` (target, length, dtype ...) are kept in `<out>.meta.json`; continuing with others is refused.
+    """
+
+    def __init__(self, path: str | Path, settings: dict):
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        meta = self.path.with_name(self.path.name + ".meta.json")
+        if self.path.exists() and self.path.stat().st_size and meta.exists():
+            before = json.loads(meta.read_text())
+            changed = [name for name in settings if before.get(name) != settings[name]]
+            if changed:
+                raise ConfigError(
+                    f"{self.path} was begun with {changed[0]}={before.get(changed[0])!r}, now it is "
+                    f"{settings[changed[0]]!r}; use the same settings or another --out"
+                )
+        self.done = self._recover()
+        meta.write_text(json.dumps(settings, indent=1) + "\n")
+        self._file = open(self.path, "ab")
+
+    def _recover(self) -> Counter:
+        """Count the whole lines by key; cut off what a kill left behind them."""
+        done, good = Counter(), 0
+        if not self.path.exists():
+            return done
+        with open(self.path, "rb") as lines:
+            for number, line in enumerate(lines, 1):
+                if not line.endswith(b"\n"):
+                    break
+                try:
+                    row = json.loads(line)
+                    done[_key(row["messages"][:-1], row.get("sampling", {}))] += 1
+                except (ValueError, KeyError, TypeError) as error:
+                    raise DataError(
+                        f"{self.path} line {number} is no conversation ({error}); it is not a torn "
+                        "last line, so nothing was changed: repair or move the file"
+                    ) from error
+                good += len(line)
+        if good != self.path.stat().st_size:
+            os.truncate(self.path, good)
+        return done
+
+    def remaining(self, jobs: Iterable[Job]) -> list[Job]:
+        """The jobs not answered yet; a question asked twice counts twice."""
+        left = Counter(self.done)
+        rest = []
+        for job in jobs:
+            if left[job.key]:
+                left[job.key] -= 1
+            else:
+                rest.append(job)
+        return rest
+
+    def write(self, rows: list[dict]) -> None:
+        """Append one batch and push it to the disk before the next one is asked."""
+        text = "".join(json.dumps(row, ensure_ascii=False, separators=(",", ":")) + "\n" for row in rows)
+        self._file.write(text.encode())
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> ConversationFile:
+        return self
+
+    def __exit__(self, *exc) -> None:
+        self.close()
+
+
+def read_prompts(path: str | Path) -> Iterator[list[dict]]:
+    """Questions from a file: `messages` JSONL (answers dropped), `prompt` JSONL, or one prompt a line."""
+    if not Path(path).is_file():
+        raise DataError(f"there is no prompts file {path}; give a file with one prompt a line, or JSONL")
+    with open(path, "rb") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                text = line.decode("utf-8").strip()
+            except UnicodeDecodeError:
+                raise DataError(f"{path} line {number} is not UTF-8 text; wanted one prompt a line, or JSONL") from None
+            if not text:
+                continue
+            if not text.startswith("{"):
+                yield [{"role": "user", "content": text}]
+                continue
+            try:
+                row = json.loads(text)
+            except ValueError as error:
+                raise DataError(f"{path} line {number} is not valid JSON: {error}") from error
+            messages = row.get("messages") or [{"role": "user", "content": row.get("prompt")}]
+            whole = isinstance(messages, list) and all(isinstance(m, dict) and {"role", "content"} <= m.keys()
+                                                       for m in messages)
+            users = [index for index, m in enumerate(messages) if m["role"] == "user"] if whole else []
+            if not users or not isinstance(messages[users[-1]].get("content"), str):
+                raise DataError(f"{path} line {number} has no user message; wanted `messages` or `prompt`")
+            yield [{"role": m["role"], "content": m["content"]} for m in messages[: users[-1] + 1]]
+
+
+def make_jobs(
+    questions: list[list[dict]], target: Target | None, samplings: list[tuple[Sampling, float]]
+) -> list[Job]:
+    """One job per question and sampling; `(sampling, share)` takes that first share of the questions."""
+    ids: list[tuple[int, ...]] = [()] * len(questions)
+    if target is not None:
+        ids = [tuple(_render(target.tokenizer, messages)) for messages in questions]
+    return [
+        Job(tuple(questions[index]), ids[index], sampling)
+        for sampling, share in samplings
+        for index in range(round(share * len(questions)))
+    ]
+
+
+def _render(tokenizer, messages: list[dict]) -> list[int]:
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def batches(jobs: list[Job], size: int) -> list[list[Job]]:
+    """Batches of one sampling each, the samplings interleaved evenly, so that a cut run still holds both."""
+    groups: dict[Sampling, list[Job]] = {}
+    for job in jobs:
+        groups.setdefault(job.sampling, []).append(job)
+    placed = []
+    for group in groups.values():
+        parts = [group[at : at + size] for at in range(0, len(group), size)]
+        placed += [((index + 0.5) / len(parts), part) for index, part in enumerate(parts)]
+    return [part for _, part in sorted(placed, key=lambda item: item[0])]
+
+
+class LocalAnswers:
+    """Rows written by a local target; token ids are kept."""
+
+    def __init__(self, generator: Generator, tokenizer, dtype: str):
+        self.generator, self.tokenizer, self.dtype = generator, tokenizer, dtype
+        self.batch_size = generator.batch_size
+
+    def __call__(self, batch: list[Job]) -> tuple[list[dict], int]:
+        answers = self.generator([list(job.prompt_ids) for job in batch], batch[0].sampling)
+        rows = [self._row(job, answer) for job, answer in zip(batch, answers, strict=True)]
+        return rows, sum(len(answer.response_ids) for answer in answers)
+
+    def _row(self, job: Job, answer: Answer) -> dict:
+        body = answer.response_ids[:-1] if answer.finish_reason == "stop" else answer.response_ids
+        text = self.tokenizer.decode(body, skip_special_tokens=True)
+        return {"messages": [*job.messages, {"role": "assistant", "content": text}],
+                "finish_reason": answer.finish_reason, "sampling": job.sampling.record(), "dtype": self.dtype,
+                "prompt_ids": list(job.prompt_ids), "response_ids": answer.response_ids}
+
+
+class EndpointAnswers:
+    """Rows written by a server; token ids are kept where it sends them."""
+
+    def __init__(self, endpoint: Endpoint, batch_size: int):
+        self.endpoint, self.batch_size = endpoint, batch_size
+
+    def __call__(self, batch: list[Job]) -> tuple[list[dict], int]:
+        replies = self.endpoint.answer([(list(job.messages), job.sampling.record()) for job in batch])
+        rows = []
+        for job, reply in zip(batch, replies, strict=True):
+            row = {"messages": [*job.messages, {"role": "assistant", "content": reply["text"]}],
+                   "finish_reason": reply["finish_reason"], "sampling": job.sampling.record()}
+            if reply["prompt_ids"] and reply["response_ids"]:
+                row |= {"prompt_ids": reply["prompt_ids"], "response_ids": reply["response_ids"]}
+            rows.append(row)
+        return rows, sum(reply["tokens"] for reply in replies)
+
+
+def answer_all(jobs: list[Job], answers: LocalAnswers | EndpointAnswers, out: ConversationFile,
+               seconds: float | None = None, quiet: bool = False) -> dict:
+    """Answer `jobs` batch by batch into `out`, for at most `seconds`.
+
+    Returns counts: conversations, tokens, seconds, tokens_per_second, remaining.
+    """
+    start, tokens, written = time.perf_counter(), 0, 0
+    before = sum(out.done.values())
+    bar = tqdm(total=len(jobs), unit="answer", disable=quiet, file=sys.stderr, mininterval=1.0)
+    for index, batch in enumerate(batches(jobs, answers.batch_size)):
+        if seconds is not None and time.perf_counter() - start > seconds:
+            break
+        torch.manual_seed(batch[0].sampling.seed + before + index)  # a continued run does not draw the same again
+        rows, count = answers(batch)
+        out.write(rows)
+        written, tokens = written + len(batch), tokens + count
+        bar.update(len(batch))
+        bar.set_postfix_str(f"{tokens / (time.perf_counter() - start):,.0f} tokens/s")
+    bar.close()
+    spent = time.perf_counter() - start
+    return {"conversations": written, "tokens": tokens, "seconds": round(spent, 2), "remaining": len(jobs) - written,
+            "tokens_per_second": round(tokens / max(spent, 1e-9), 1)}
+
+
+def choose_generator(target: Target, prompts: list[list[int]], options: argparse.Namespace) -> Generator:
+    """The engine asked for; `auto` times them on a GPU and takes the fastest."""
+    pad = target.tokenizer.pad_token_id
+
+    def build(engine: str, size: int) -> Generator:
+        return Generator(target.model, target.end_ids, pad, engine, size, options.max_new_tokens)
+
+    if options.engine != "auto":
+        return build(options.engine, options.batch_size)
+    if target.device.type != "cuda":
+        return build("plain", options.batch_size)
+    # Without a flash attention package continuous batching is slow: its trial writes shorter answers.
+    trials = [build("static", options.batch_size), build("continuous", options.batch_size)]
+    trials[1].max_new_tokens = min(64, options.max_new_tokens)
+    rates = {trial: tokens_per_second(trial, prompts, options.trial_seconds, _say) for trial in trials}
+    trials[1].max_new_tokens = options.max_new_tokens
+    best = max(rates, key=rates.get)
+    return best if rates[best] else build("plain", options.batch_size)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _samplings(options: argparse.Namespace) -> list[tuple[Sampling, float]]:
+    """How to draw, and for which first share of the questions."""
+    found = [(Sampling(options.temperature, options.top_p, options.seed), 1.0)]
+    if options.sampled_share:
+        found.append((Sampling(options.sampled_temperature, options.top_p, options.seed), options.sampled_share))
+    return found
+
+
+def _refuse_numbers(options: argparse.Namespace) -> None:
+    """ConfigError for a number that cannot work, before any file is read and any target loaded."""
+    refuse_below(1, max_new_tokens=options.max_new_tokens, batch_size=options.batch_size,
+                 limit=1 if options.limit is None else options.limit)
+    refuse_below(0, trial_seconds=options.trial_seconds, seconds=0 if options.seconds is None else options.seconds)
+    if not 0 <= options.sampled_share <= 1:
+        raise ConfigError(f"sampled_share is {options.sampled_share}; wanted a share of the prompts, 0 to 1")
+    _samplings(options)
+
+
+def main(options: argparse.Namespace) -> int:
+    """Run the command; the last line on stdout is a JSON summary."""
+    _refuse_numbers(options)
+    known = set().union(*(prompts_in(path) for path in options.exclude)) if options.exclude else set()
+    if options.prompts == "builtin":
+        questions = [[{"role": "user", "content": text}] for text in make_prompts(known)]
+    else:
+        questions = [
+            messages for messages in read_prompts(options.prompts) if messages[-1]["content"] not in known
+        ]
+    questions = questions[: options.limit]
+    if not questions:
+        raise DataError(f"no prompts in {options.prompts}")
+    samplings = _samplings(options)
+    target, endpoint = None, None
+    settings = {"target": options.target, "max_new_tokens": options.max_new_tokens}
+    if options.endpoint:
+        key = os.environ.get(options.api_key_env) if options.api_key_env else None
+        endpoint = Endpoint(options.endpoint, options.model, options.max_new_tokens, options.batch_size, key)
+        settings["target"] = f"{endpoint.model} at {endpoint.url}"
+    else:
+        if is_random(options.target):
+            raise ConfigError(f"{NOTHING_TO_DECODE} (target '{options.target}'); name a trained target")
+        target = load_target(options.target, options.device, options.dtype)
+        dtype = str(target.dtype).removeprefix("torch.")
+        settings |= {"dtype": dtype, "target_fingerprint": target.fingerprint()}
+    with ConversationFile(options.out, settings) as out:
+        jobs = out.remaining(make_jobs(questions, target, samplings))
+        _say(f"{len(questions)} prompts, {sum(out.done.values())} answers already there, {len(jobs)} to write")
+        summary = {"conversations": 0, "tokens": 0, "remaining": 0}
+        if jobs and endpoint:
+            summary = answer_all(jobs, EndpointAnswers(endpoint, 4 * options.batch_size), out, options.seconds)
+        elif jobs:
+            generator = choose_generator(target, [list(job.prompt_ids) for job in jobs], options)
+            summary = answer_all(jobs, LocalAnswers(generator, target.tokenizer, dtype), out, options.seconds)
+            summary |= {"engine": generator.engine, "batch_size": generator.batch_size}
+    print(json.dumps(summary | {"out": str(options.out), **settings}))
+    return 0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--target", default="smollm2", help="'smollm2', a model folder, a .gguf file or a hub id")
+    add("--prompts", default="builtin", help="messages JSONL, prompt JSONL, one prompt a line, or 'builtin'")
+    add("--out", required=True, help="JSONL to write; continued if it is there")
+    add("--max-new-tokens", type=int, default=192)
+    add("--temperature", type=float, default=0.0, help="0 is greedy")
+    add("--top-p", type=float, default=1.0)
+    add("--sampled-share", type=float, default=0.0, help="share of the prompts answered once more, sampled")
+    add("--sampled-temperature", type=float, default=0.8)
+    add("--seed", type=int, default=0)
+    add("--engine", choices=("auto", *ENGINES), default="auto")
+    add("--batch-size", type=int, default=8)
+    add(
+        "--trial-seconds", type=float, default=15.0, help="time given to each engine's trial (auto, on a GPU)"
+    )
+    add("--seconds", type=float, default=None, help="stop after this many seconds of writing")
+    add("--limit", type=int, default=None, help="first so many prompts only")
+    add("--exclude", nargs="*", default=[], help="messages JSONL files whose prompts are left out")
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--dtype", default=None, help="float32 or bfloat16; default: bfloat16 on a GPU, float32 on the CPU")
+    add("--endpoint", default=None, help="OpenAI-compatible base URL to ask instead of a local target")
+    add("--model", default=None, help="model name at the endpoint; default: the first that it serves")
+    add("--api-key-env", default=None, help="environment variable that holds the endpoint's key")
+
+
+def add_parser(subparsers) -> None:
+    parser = subparsers.add_parser("regenerate", help="have the target write training answers")
+    add_arguments(parser)
+    parser.set_defaults(run=main)

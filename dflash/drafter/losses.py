@@ -1,0 +1,241 @@
+"""Decay-weighted cross entropy and KL over a frozen lm_head, without ever holding the whole [Q, V] logits.
+
+The head is frozen, so only the gradient with respect to the hidden states is needed: it is computed chunk by chunk
+in the forward pass, while the chunk's logits exist, and scaled in the backward pass. One product with the head for the
+logits, one for the gradient, one more for the teacher with soft labels: the least there is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dflash.drafter import kernels
+from dflash.drafter.fp8_head import Fp8Head
+from dflash.errors import ConfigError
+
+DEFAULT_CHUNK_ROWS = 1024
+REDUCTIONS = ("weight_mean", "token_mean")
+
+
+def decay_weights(block_size: int, gamma: float | None, device: torch.device | str = "cpu") -> Tensor:
+    """Weight of each slot of a block, [S] float32: 0 for slot 0, then exp(-(k - 1) / gamma).
+
+    `gamma` None is uniform. `gamma` 0 is the limit: slot 1 alone has weight 1.
+
+    Raises: ConfigError for a negative or non-finite gamma.
+    """
+    slots = torch.arange(block_size, device=device, dtype=torch.float32)
+    if gamma is None:
+        weights = torch.ones_like(slots)
+    elif not 0 <= gamma < float("inf"):
+        raise ConfigError(f"gamma must be a finite number >= 0, or None for uniform weights; got {gamma!r}")
+    elif gamma == 0:
+        weights = (slots == 1).float()
+    else:
+        weights = torch.exp(-(slots - 1) / gamma)
+    return torch.where(slots > 0, weights, 0.0)
+
+
+def describe_decay(block_size: int, gamma: float | None) -> str:
+    """The slot weights in words, so that a log says which decay a run had."""
+    if gamma is None:
+        return f"slots 1 to {block_size - 1} weigh the same (gamma empty)"
+    if gamma == 0:
+        return "only slot 1 weighs (gamma 0)"
+    last = float(decay_weights(block_size, gamma)[-1])
+    return f"slot weights fall from 1 at slot 1 to {last:.2g} at slot {block_size - 1} (gamma {gamma:g})"
+
+
+@dataclass(frozen=True)
+class HeadLoss:
+    """What one pass over the head gives: `loss` scalar float32; per row `row_loss` and `prediction` (argmax), [R]."""
+
+    loss: Tensor
+    row_loss: Tensor
+    prediction: Tensor
+
+
+def _logits(hidden: Tensor, head: Tensor, head_fp8: Fp8Head | None, out: Tensor | None = None) -> Tensor:
+    """hidden [n, H] times the head: [n, V], written into `out` [n, V (16's multiple above it in float8)]."""
+    if head_fp8 is not None:
+        return head_fp8.logits(hidden, out)
+    return hidden @ head.T if out is None else torch.mm(hidden, head.T, out=out)
+
+
+class _ChunkedHeadLoss(torch.autograd.Function):
+    """sum_r scale_r * l_r with l_r = CE(labels_r) or KL(teacher_r || draft_r); gradient for `hidden` only."""
+
+    @staticmethod
+    def forward(ctx, hidden, head, labels, teacher_hidden, scale, chunk_rows, head_fp8):
+        rows = hidden.shape[0]
+        row_loss = torch.empty(rows, dtype=torch.float32, device=hidden.device)
+        prediction = torch.empty(rows, dtype=torch.int64, device=hidden.device)
+        grad = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        for start in range(0, rows, chunk_rows):
+            part = slice(start, min(start + chunk_rows, rows))
+            log_p = torch.log_softmax(_logits(hidden[part], head, head_fp8).float(), -1)  # [c, V]
+            prediction[part] = log_p.argmax(-1)
+            if teacher_hidden is None:
+                picked = labels[part, None]
+                row_loss[part] = -log_p.gather(-1, picked).squeeze(-1)
+                difference = log_p.exp_()
+                difference.scatter_add_(-1, picked, torch.full_like(row_loss[part, None], -1.0))
+            else:
+                log_t = torch.log_softmax(_logits(teacher_hidden[part], head, head_fp8).float(), -1)
+                teacher = log_t.exp()
+                row_loss[part] = (teacher * log_t.sub_(log_p)).sum(-1)
+                difference = log_p.exp_().sub_(teacher)
+            if grad is not None:
+                difference.mul_(scale[part, None])
+                grad[part] = difference.to(head.dtype) @ head
+        ctx.save_for_backward(grad)
+        ctx.mark_non_differentiable(row_loss, prediction)
+        return (row_loss * scale).sum(), row_loss, prediction
+
+    @staticmethod
+    def backward(ctx, grad_loss, _row_loss, _prediction):
+        (grad,) = ctx.saved_tensors
+        return grad * grad_loss.to(grad.dtype), None, None, None, None, None, None
+
+
+class _FusedHeadLoss(torch.autograd.Function):
+    """The same by Triton kernels that work in place on a chunk's logits, so that nothing else of their size exists.
+
+    The products write into two buffers that live for the call: [chunk, V] and, with a teacher, [longest span, V].
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, head, labels, teacher_hidden, teacher_rows, teacher_spans, scale, chunk_rows, head_fp8):
+        from dflash.drafter.kernels.head_loss import hard_loss_, soft_loss_
+
+        rows, size = hidden.shape[0], head.shape[0] if head_fp8 is None else head_fp8.width
+        row_loss = torch.empty(rows, dtype=torch.float32, device=hidden.device)
+        prediction = torch.empty(rows, dtype=torch.int64, device=hidden.device)
+        grad = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        logits = head.new_empty(min(chunk_rows, rows), size)
+        if teacher_hidden is not None:
+            teacher_logits = head.new_empty(max((end - start for start, end in teacher_spans), default=0), size)
+        for chunk, start in enumerate(range(0, rows, chunk_rows)):
+            part = slice(start, min(start + chunk_rows, rows))
+            x = _logits(hidden[part], head, head_fp8, logits[: part.stop - start])  # [c, V]
+            outputs = (scale[part], row_loss[part], prediction[part])
+            if teacher_hidden is None:
+                hard_loss_(x, labels[part], *outputs, with_grad=grad is not None)
+            else:
+                first, last = teacher_spans[chunk]
+                y = _logits(teacher_hidden[first:last], head, head_fp8, teacher_logits[: last - first])
+                soft_loss_(x, y, teacher_rows[part], *outputs, first_teacher=first, with_grad=grad is not None)
+            if grad is not None:
+                torch.mm(x, head, out=grad[part])
+        ctx.save_for_backward(grad)
+        ctx.mark_non_differentiable(row_loss, prediction)
+        return (row_loss * scale).sum(), row_loss, prediction
+
+    @staticmethod
+    def backward(ctx, grad_loss, _row_loss, _prediction):
+        (grad,) = ctx.saved_tensors
+        return grad * grad_loss.to(grad.dtype), None, None, None, None, None, None, None, None
+
+
+def chunked_head_loss(
+    hidden: Tensor,
+    head: Tensor,
+    *,
+    scale: Tensor,
+    labels: Tensor | None = None,
+    teacher_hidden: Tensor | None = None,
+    teacher_rows: Tensor | None = None,
+    teacher_spans: list[tuple[int, int]] | None = None,
+    chunk_rows: int = DEFAULT_CHUNK_ROWS,
+    fused: bool | None = None,
+    head_fp8: Fp8Head | None = None,
+) -> HeadLoss:
+    """Loss of draft hidden states through a frozen head.
+
+    Args:
+        hidden: [R, H] after the drafter's final norm; head: [V, H], frozen.
+        scale: [R] float32, what each row's loss counts in the sum (weight over the reduction's denominator).
+        labels: [R] int64, hard labels. Or teacher_hidden: [R, H], the target's final-normed states whose
+            distribution through the same head is the soft label (the loss is KL(target || drafter)).
+        teacher_rows: [R] int; row r's teacher is teacher_hidden[teacher_rows[r]] (then [U, H]), so that blocks that
+            overlap share the teacher's logits. None: one teacher row per row.
+        teacher_spans: per chunk, the range of teacher rows it uses (`head_plan.teacher_spans`); needed with
+            teacher_rows on the fused path.
+        chunk_rows: rows whose logits exist at once. `peak_bytes` says what that costs.
+        fused: use the Triton kernels; None: where they run.
+        head_fp8: the same head quantized; the logits go through it, the gradient's product through `head`.
+
+    Raises: ConfigError when not exactly one of labels and teacher_hidden is given.
+    """
+    if (labels is None) == (teacher_hidden is None):
+        raise ConfigError("give exactly one of labels (hard) and teacher_hidden (soft)")
+    if fused is None:
+        fused = kernels.usable(hidden.device)
+    if fused:
+        if teacher_hidden is not None and teacher_rows is None:
+            rows = hidden.shape[0]
+            teacher_rows = torch.arange(rows, dtype=torch.int32, device=hidden.device)
+            teacher_spans = [(start, min(start + chunk_rows, rows)) for start in range(0, rows, chunk_rows)]
+        teacher = (teacher_hidden, teacher_rows, teacher_spans)
+        outputs = _FusedHeadLoss.apply(hidden, head, labels, *teacher, scale, chunk_rows, head_fp8)
+    else:
+        if teacher_rows is not None:
+            teacher_hidden = teacher_hidden[teacher_rows]
+        outputs = _ChunkedHeadLoss.apply(hidden, head, labels, teacher_hidden, scale, chunk_rows, head_fp8)
+    loss, row_loss, prediction = outputs
+    return HeadLoss(loss, row_loss, prediction)
+
+
+def peak_bytes(rows: int, vocab: int, chunk_rows: int, element_size: int, soft: bool, fused: bool) -> int:
+    """Bytes of logits and what is made from them that live at once inside `chunked_head_loss`, the most there can be.
+
+    Fused: the chunk's logits and the teacher's. Plain: per row of the chunk the logits in their own dtype, two float32
+    copies of the draft's and, with a teacher, three of the teacher's.
+    """
+    chunk = min(rows, chunk_rows)
+    if fused:
+        return chunk * vocab * element_size * (2 if soft else 1)
+    return chunk * vocab * (element_size + 4 * (5 if soft else 2))
+
+
+def loss_scale(weights: Tensor, reduction: str, total: float | None = None) -> Tensor:
+    """Turn slot weights [R] into what each row's loss counts: w / sum(w), or w / number of weighted slots.
+
+    `total` replaces that denominator, for a pack that is one of several in a step. No weighted slot gives all zeros,
+    so the loss is exactly 0.
+    """
+    if total is not None:
+        return weights / total if total > 0 else torch.zeros_like(weights)
+    if reduction == "weight_mean":
+        denominator = weights.sum()
+    elif reduction == "token_mean":
+        denominator = (weights > 0).sum().to(weights.dtype)
+    else:
+        raise ConfigError(f"unknown reduction {reduction!r}; known: {', '.join(REDUCTIONS)}")
+    return torch.where(denominator > 0, weights / denominator.clamp(min=torch.finfo(weights.dtype).tiny), 0.0)
+
+
+def block_metrics(correct: Tensor, supervised: Tensor) -> dict[str, Tensor]:
+    """Counts over the blocks of a pack; sums, so that steps and replicas can be added up.
+
+    Args:
+        correct: [A, S-1] bool, draft equals the text at slots 1..S-1; supervised: [A, S-1] bool.
+
+    Returns a dict of float64-safe tensors on the same device:
+        correct_by_slot [S-1], supervised_by_slot [S-1];
+        accepted_by_slot [S-1]: blocks whose slots 1..k are all supervised and correct (a run, not a product of means);
+        blocks: blocks with at least one supervised slot; accepted: drafted tokens accepted, summed over blocks.
+    The acceptance length, bonus token included, is 1 + accepted / blocks.
+    """
+    hit = correct & supervised
+    run = torch.cumprod(hit.to(torch.int32), dim=-1)
+    return {
+        "correct_by_slot": hit.sum(0),
+        "supervised_by_slot": supervised.sum(0),
+        "accepted_by_slot": run.sum(0),
+        "blocks": supervised.any(-1).sum(),
+        "accepted": run.sum(),
+    }

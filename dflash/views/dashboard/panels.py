@@ -1,0 +1,252 @@
+"""What each panel shows, said once. `plotly_form.py` and `image_form.py` draw the same `Panel`.
+
+A panel names its axes with units, and a panel without data says what it waits for, so that an empty plot is
+never mistaken for a broken one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from dflash.errors import ConfigError
+from dflash.views.dashboard import style
+from dflash.views.dashboard.series import RunSeries, Series
+
+BONUS = "bonus token included"
+
+
+@dataclass(frozen=True)
+class Line:
+    """One curve. `hover` is the number format of y."""
+
+    name: str
+    x: np.ndarray
+    y: np.ndarray
+    colour: str
+    dash: str = "solid"
+    width: float = 1.8
+    opacity: float = 1.0
+    markers: bool = False
+    legend: bool = True
+    hover: str = ".4g"
+
+
+@dataclass(frozen=True)
+class Heat:
+    """z [rows, columns] over x [columns] and y [rows]."""
+
+    x: np.ndarray
+    y: np.ndarray
+    z: np.ndarray
+    label: str
+    scale: bool = True  # show the colour scale
+
+    @property
+    def top(self) -> float:
+        """End of the colour scale: the largest value, never below 5%."""
+        return max(0.05, float(np.nanmax(self.z))) if np.isfinite(self.z).any() else 1.0
+
+
+@dataclass(frozen=True)
+class Spans:
+    """Rectangles of one name (one colour): lane of each, start and length on the x axis."""
+
+    name: str
+    lanes: list[str]
+    starts: np.ndarray
+    lengths: np.ndarray
+    colour: str
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One plot: title, axis titles with units, what to draw."""
+
+    key: str
+    title: str
+    x_title: str
+    y_title: str
+    lines: list[Line] = field(default_factory=list)
+    heat: Heat | None = None
+    spans: list[Spans] = field(default_factory=list)
+    lanes: list[str] = field(default_factory=list)
+    y_range: tuple[float | None, float | None] = (None, None)
+    note: str = ""
+
+    @property
+    def empty(self) -> bool:
+        return not (self.lines or self.spans or self.heat is not None)
+
+
+def loss_panel(run: RunSeries) -> Panel:
+    lines = []
+    if len(run.loss):
+        lines.append(Line("each step", *run.loss.envelope(), style.GREY, width=1.0, opacity=0.45))
+        lines.append(Line("smoothed", *run.smooth_loss.mean(), style.BLUE))
+    if len(run.eval_loss):
+        lines.append(Line("held-out", *run.eval_loss.mean(), style.VERMILLION, markers=True))
+    return Panel(
+        "loss",
+        "Loss",
+        "step",
+        "loss (nats per weighted slot)",
+        lines,
+        note="waits for the first training step",
+    )
+
+
+def acceptance_panel(run: RunSeries) -> Panel:
+    lines = []
+    if len(run.train_acceptance):
+        lines.append(
+            Line("training (smoothed)", *run.train_acceptance.mean(), style.SKY, hover=".3f", width=1.4)
+        )
+    if len(run.eval_acceptance):
+        lines.append(
+            Line(
+                "held-out",
+                *run.eval_acceptance.mean(),
+                style.VERMILLION,
+                markers=True,
+                hover=".3f",
+                width=2.2,
+            )
+        )
+    return Panel(
+        "acceptance", f"Acceptance length ({BONUS})", "step", "tokens per target call", lines,
+        y_range=(1.0, None), note="waits for the first training step",
+    )  # fmt: skip
+
+
+def slots_panel(run: RunSeries) -> Panel:
+    """Held-out acceptance by slot once there are three evaluations, training accuracy by slot before."""
+    held_out = len(run.eval_slots.rows) >= 3
+    rows = run.eval_slots if held_out else run.train_slots
+    title = "Held-out: share of blocks accepted up to slot" if held_out else "Training: accuracy by slot"
+    heat = None
+    if rows.rows:
+        z = rows.matrix()
+        heat = Heat(
+            np.array(rows.x), np.arange(1, z.shape[0] + 1), z, "share of blocks" if held_out else "accuracy"
+        )
+    return Panel(
+        "slots", title, "step", "slot in the block", heat=heat, note="waits for the first training step"
+    )
+
+
+def rate_panel(run: RunSeries) -> Panel:
+    lines = _over_time(run.rate, run)
+    if not lines and len(run.step_rate):
+        scale, _ = _time_scale(run)
+        x, y = run.step_rate.mean()
+        lines = [Line("training", x / scale, y, style.BLUE)]
+    return Panel(
+        "rate", "Throughput by stage", _time_scale(run)[1], "tokens/s", lines, y_range=(0.0, None),
+        note="waits for the first timing",
+    )  # fmt: skip
+
+
+def queue_panel(run: RunSeries) -> Panel:
+    return Panel(
+        "queue", "Queue between target and drafter", _time_scale(run)[1], "packs waiting",
+        _over_time(run.queue, run), y_range=(0.0, None),
+        note="no queue in this run so far\n(cached features, or a single stage)",
+    )  # fmt: skip
+
+
+def memory_panel(run: RunSeries) -> Panel:
+    return Panel(
+        "memory", "Memory in use by device", _time_scale(run)[1], "GiB", _over_time(run.memory, run,
+        style.GIB), y_range=(0.0, None), note="waits for the first device sample",
+    )  # fmt: skip
+
+
+def utilization_panel(run: RunSeries) -> Panel:
+    return Panel(
+        "utilization", "Utilisation by device", _time_scale(run)[1], "busy (%)", _over_time(run.utilization,
+        run), y_range=(0.0, 102.0), note="waits for the second device sample",
+    )  # fmt: skip
+
+
+def timeline_panel(run: RunSeries, per_worker: int = 40, window: float = 120.0) -> Panel:
+    """The newest spans of what each worker did: about `per_worker` each, from at most `window` seconds."""
+    spans = list(run.spans)
+    end = max((span["start"] + span["seconds"] for span in spans), default=0.0)
+    workers = len({span.get("worker") for span in spans})
+    newest = spans[-per_worker * workers :]
+    window = min(window, end - min((span["start"] for span in newest), default=end))
+    spans = [span for span in spans if span["start"] + span["seconds"] > end - window]
+    lanes = sorted({str(span.get("worker", "main")) for span in spans}, reverse=True)
+    groups: dict[str, list[dict]] = {}
+    for span in spans:
+        groups.setdefault(str(span.get("name", "work")), []).append(span)
+    items = [
+        Spans(
+            name,
+            [str(span.get("worker", "main")) for span in group],
+            np.array([span["start"] - end for span in group]),
+            np.array([span["seconds"] for span in group]),
+            style.span_colour(name),
+        )
+        for name, group in sorted(groups.items(), key=lambda item: (item[0] != "wait", item[0]))
+    ]
+    return Panel(
+        "timeline", "What each worker did", "seconds before the newest record (s)", "", spans=items,
+        lanes=lanes, note="this run writes no spans",
+    )  # fmt: skip
+
+
+PANELS: dict[str, Callable[[RunSeries], Panel]] = {
+    "loss": loss_panel,
+    "acceptance": acceptance_panel,
+    "slots": slots_panel,
+    "rate": rate_panel,
+    "memory": memory_panel,
+    "utilization": utilization_panel,
+    "queue": queue_panel,
+    "timeline": timeline_panel,
+}
+
+
+def build_panels(run: RunSeries, names: Iterable[str] | None = None, drop_empty: bool = False) -> list[Panel]:
+    """The named panels (default: all, in reading order). ConfigError for a name that does not exist."""
+    names = list(PANELS if names is None else names)
+    unknown = [name for name in names if name not in PANELS]
+    if unknown:
+        raise ConfigError(f"no panel called {', '.join(map(repr, unknown))}; there are {', '.join(PANELS)}")
+    with run.lock:
+        panels = [PANELS[name](run) for name in names]
+    return [panel for panel in panels if not (drop_empty and panel.empty)]
+
+
+def legend_names(names: Sequence[str]) -> list[str]:
+    """Names for a legend of one line: with five and more, `cuda:3` becomes `3` and `target[0]` becomes
+    `t0`.
+    """
+    if len(names) < 5:
+        return list(names)
+    bare = all(name.startswith("cuda:") for name in names)
+    return [re.sub(r"^([a-z])[a-z]*[:\[](\d+)\]?$", r"\2" if bare else r"\1\2", name) for name in names]
+
+
+def _time_scale(run: RunSeries) -> tuple[float, str]:
+    """(seconds per unit, axis title)."""
+    if run.seconds > 3 * 3600:
+        return 3600.0, "time since start (h)"
+    if run.seconds > 300:
+        return 60.0, "time since start (min)"
+    return 1.0, "time since start (s)"
+
+
+def _over_time(series: dict[str, Series], run: RunSeries, unit: float = 1.0) -> list[Line]:
+    scale, _ = _time_scale(run)
+    lines = []
+    for index, (name, values) in enumerate(sorted(series.items())):
+        if len(values):
+            x, y = values.mean()
+            lines.append(Line(name, x / scale, y / unit, *style.series_style(index), width=1.6))
+    return lines

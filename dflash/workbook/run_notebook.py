@@ -1,0 +1,255 @@
+"""`python -m dflash run NOTEBOOK OUT -p name value`: papermill, with the rough edges taken off.
+
+It makes the folders, checks parameter names and types first, saves the notebook while it runs, tells a killed kernel
+from a finished one (papermill's own output looks green then), always builds the HTML report, and returns:
+
+    0    every cell ran
+    1    a cell raised (a cell's sys.exit(n) returns n)
+    2    wrong parameters, or no such notebook or kernel; nothing ran
+    130  interrupted
+    138  the kernel was killed (out of memory, a crash in native code)
+
+The plain `papermill NOTEBOOK OUT -p name value` keeps working.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import yaml
+
+from dflash.errors import ConfigError, DFlashError, RunError
+from dflash.runs.record import MetricsWriter, holds_run, metrics_path, read_metrics
+from dflash.views.report import build_report
+from dflash.views.report.notebook_part import Verdict, run_folder, verdict
+from dflash.workbook.parameters import accepted_parameters, check_parameters, declared_parameters, help_text, read_notebook
+
+OK, CELL_FAILED, REFUSED, INTERRUPTED, KILLED = 0, 1, 2, 130, 138
+AUTOSAVE_SECONDS = 5
+ROOT_PARAMETER = "runs_dir"  # the folder of all runs, where a notebook has such a parameter
+
+
+@dataclass(frozen=True)
+class Launched:
+    """What came of an execution. `report` None when not even that could be made."""
+
+    code: int
+    out: Path
+    report: Path | None
+    verdict: Verdict
+    seconds: float
+
+
+def run_notebook(
+    notebook: str | Path,
+    out: str | Path,
+    parameters: Mapping[str, Any] | None = None,
+    kernel: str | None = None,
+    cell_timeout: int | None = None,
+    static: bool = False,
+    progress: bool = True,
+) -> Launched:
+    """Execute `notebook` into `out`, then build the report beside it whatever happened.
+
+    ConfigError for a wrong parameter or time limit, RunError for a missing notebook or kernel, or where no cell could be
+    run; a failing cell is no exception here but a code in the result.
+    """
+    import papermill
+    from nbclient.exceptions import DeadKernelError
+    from papermill.exceptions import PapermillExecutionError
+
+    notebook, out = Path(notebook), Path(out)
+    if cell_timeout is not None and cell_timeout < 1:
+        raise ConfigError(f"the time limit of a cell must be at least 1 second, got {cell_timeout}; leave it out for none")
+    source = read_notebook(notebook)
+    declared = declared_parameters(source)
+    checked = check_parameters(declared, parameters or {}, accepted_parameters(source))
+    if "run_id" in declared and "run_id" not in checked and out.name == "report.ipynb":
+        checked["run_id"] = out.resolve().parent.name  # runs/<id>/report.ipynb: the run belongs into that folder
+        if ROOT_PARAMETER in declared and ROOT_PARAMETER not in checked:
+            checked[ROOT_PARAMETER] = str(out.parent.parent)
+    if "run_id" in declared and out.name == "report.ipynb" and holds_run(out.parent):
+        raise RunError(f"{out.parent} already holds a run, and its report would be overwritten; name another folder, or "
+                       f"go on with it: python -m dflash train --config {out.parent / 'config.yaml'} --resume")
+    kernel = kernel or source.metadata.get("kernelspec", {}).get("name") or "python3"
+    _refuse_kernel(kernel)
+    before = out.exists()
+    out.parent.mkdir(parents=True, exist_ok=True)
+    start, code, reason = time.monotonic(), OK, ""
+    try:
+        with _terminate_as_interrupt():
+            papermill.execute_notebook(
+                str(notebook), str(out), parameters=checked, kernel_name=kernel, progress_bar=progress,
+                autosave_cell_every=AUTOSAVE_SECONDS, execution_timeout=cell_timeout,
+            )  # fmt: skip
+    except PapermillExecutionError as error:
+        code = _exit_code(error)
+    except DeadKernelError:
+        code = KILLED
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        if not out.exists() or verdict(nbformat.read(out, as_version=4)).status == "not run":
+            if not before:
+                out.unlink(missing_ok=True)  # papermill writes an untouched copy before it starts a kernel
+            raise RunError(f"{notebook} could not be started: {reason}") from error
+        code = CELL_FAILED
+    return _conclude(code, out, time.monotonic() - start, static, reason)
+
+
+def _refuse_kernel(name: str) -> None:
+    """RunError for a kernel that is not installed, with those that are."""
+    from jupyter_client.kernelspec import KernelSpecManager, NoSuchKernel
+
+    kernels = KernelSpecManager()
+    try:
+        kernels.get_kernel_spec(name)
+    except NoSuchKernel:
+        there = ", ".join(sorted(kernels.find_kernel_specs())) or "none; pip install ipykernel"
+        raise RunError(f"there is no kernel {name!r}; name one with -k, there are: {there}") from None
+
+
+def _conclude(code: int, out: Path, seconds: float, static: bool, reason: str = "") -> Launched:
+    """Judge the output by its cells, mark what papermill leaves unmarked, and build the report.
+
+    `reason` is what ended it where that is not what a cell raised, for example a time limit.
+    """
+    executed = nbformat.read(out, as_version=4)
+    outcome = verdict(executed)
+    if code == OK and not outcome.good:
+        code = KILLED if outcome.status == "killed" else CELL_FAILED
+    if reason:
+        outcome = Verdict("failed", outcome.cell, outcome.source, reason, outcome.traceback)
+    if code == INTERRUPTED and outcome.status == "killed":
+        outcome = Verdict("failed", outcome.cell, outcome.source, "interrupted from outside while this cell ran")
+    if code != OK:
+        _mark(executed, outcome, code)
+        nbformat.write(executed, out)
+        folder = run_folder(executed, out)
+        if folder is not None:
+            _close_record(folder, code)
+    report = None
+    try:
+        report = build_report(out, static=static)
+    except Exception as error:  # the report must not hide why the run failed
+        print(f"no report: {type(error).__name__}: {error}", file=sys.stderr)
+    return Launched(code, out, report, outcome, seconds)
+
+
+def _mark(notebook: nbformat.NotebookNode, outcome: Verdict, code: int) -> None:
+    """A last cell that says what happened, and papermill's own marks set to the truth."""
+    text = {
+        KILLED: "The kernel ended while the cell named below was running, and said nothing. The usual "
+        "cause is the system's out-of-memory killer (`dmesg | tail` names it); the other is a crash in native code.",
+        INTERRUPTED: "The execution was interrupted from outside.",
+    }.get(code, f"A cell raised: `{outcome.error[:500]}`")
+    if outcome.source:
+        text += f"\n\nCell {outcome.cell} (counted from 0):\n\n```python\n{outcome.source[:800]}\n```"
+    cell = nbformat.v4.new_markdown_cell(f"## What happened\n\n{text}")
+    cell.metadata["tags"] = ["what-happened"]
+    if outcome.cell is not None and "papermill" in notebook.cells[outcome.cell].metadata:
+        notebook.cells[outcome.cell].metadata.papermill.update(status="failed", exception=True)
+    if "papermill" in notebook.metadata:
+        notebook.metadata.papermill["exception"] = True
+    notebook.cells.append(cell)
+
+
+def _close_record(folder: Path, code: int) -> None:
+    """A killed process cannot write its `run_end`; the launcher, which saw it die, does."""
+    records, _ = read_metrics(folder)
+    if not records or any(record["kind"] == "run_end" for record in records):
+        return
+    step = next((r.get("step") for r in reversed(records) if r["kind"] == "step"), None)
+    status = "interrupted" if code == INTERRUPTED else "failed"
+    message = "the kernel was killed" if code == KILLED else "the notebook ended before the run did"
+    writer = MetricsWriter(metrics_path(folder))
+    writer.write("run_end", status=status, step=step, message=message, seconds=records[-1]["t"] - records[0]["t"])
+    writer.close()
+
+
+def _exit_code(error: Any) -> int:
+    if error.ename == "SystemExit" and str(error.evalue).isdigit():
+        return int(error.evalue) or OK
+    return CELL_FAILED
+
+
+@contextmanager
+def _terminate_as_interrupt() -> Iterator[None]:
+    """SIGTERM as Ctrl-C, so that a scheduler's stop leaves a saved notebook and no orphan kernel."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(number: int, frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def parameters_from(pairs: list[list[str]], yaml_texts: list[str], yaml_file: str | None) -> dict[str, Any]:
+    """`-p name value` (text, read by the declared type), `-y 'name: value'` and `-f FILE` as one mapping."""
+    found: dict[str, Any] = {}
+    texts = [Path(yaml_file).read_text()] if yaml_file else []
+    for text in texts + yaml_texts:
+        try:
+            content = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"parameters {text!r} are not YAML: {' '.join(str(error).split())}") from None
+        if not isinstance(content, dict):
+            raise ConfigError(f"parameters in YAML must be 'name: value', got {text[:80]!r}")
+        found.update(content)
+    found.update({name: value for name, value in pairs})
+    return found
+
+
+def add_parser(subparsers: Any) -> None:
+    """`python -m dflash run NOTEBOOK [OUT] [-p name value]... [-y YAML]... [-f FILE]`."""
+    parser = subparsers.add_parser(
+        "run", help="run a notebook by papermill: checked parameters, a report even on failure, honest exit codes"
+    )
+    parser.add_argument("notebook")
+    parser.add_argument("out", nargs="?", help="executed copy; default: runs/<time of day>/report.ipynb")
+    parser.add_argument("-p", "--parameter", nargs=2, action="append", default=[], metavar=("NAME", "VALUE"))
+    parser.add_argument("-y", "--yaml", action="append", default=[], metavar="'NAME: VALUE'")
+    parser.add_argument("-f", "--file", metavar="FILE", help="parameters as a YAML file")
+    parser.add_argument("-k", "--kernel", help="kernel name; default: the notebook's own, else python3")
+    parser.add_argument("--cell-timeout", type=int, metavar="SECONDS", help="end a cell that runs longer than this")
+    parser.add_argument("--static", action="store_true", help="report with images only")
+    parser.add_argument("--parameters", action="store_true", help="list the notebook's parameters and stop")
+    parser.set_defaults(run=main)
+
+
+def main(arguments: Any) -> int:
+    if arguments.parameters:
+        print(help_text(declared_parameters(read_notebook(arguments.notebook))))
+        return OK
+    out = arguments.out or f"runs/{time.strftime('%Y%m%d-%H%M%S')}/report.ipynb"
+    try:
+        given = parameters_from(arguments.parameter, arguments.yaml, arguments.file)
+        launched = run_notebook(
+            arguments.notebook, out, given, arguments.kernel, arguments.cell_timeout, arguments.static
+        )
+    except DFlashError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return REFUSED
+    words = {OK: "finished", KILLED: "its kernel was KILLED", INTERRUPTED: "was interrupted"}
+    print(f"{launched.out} {words.get(launched.code, 'FAILED')} after {launched.seconds:.0f} s", file=sys.stderr)
+    if launched.code != OK and launched.verdict.error:
+        print(launched.verdict.error[:2000], file=sys.stderr)
+    if launched.report is not None:
+        print(f"report: {launched.report}", file=sys.stderr)
+    return launched.code
