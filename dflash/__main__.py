@@ -1,4 +1,4 @@
-"""Command line: python -m dflash <command>. Each room registers its own command."""
+"""The command line: `dflash COMMAND`, or `python -m dflash COMMAND` where the package is not installed."""
 
 from __future__ import annotations
 
@@ -8,20 +8,7 @@ import sys
 
 from dflash.errors import DFlashError
 
-# command -> module with add_parser(subparsers); imported only when the command is asked for, or for --help
-COMMANDS = {
-    "train": "dflash.commands.train",
-    "doctor": "dflash.diagnose.doctor",
-    "evaluate": "dflash.evaluate.whole",
-    "export": "dflash.drafter.export",
-    "regenerate": "dflash.data.generate.answers",
-    "bench": "dflash.bench",
-    "run": "dflash.workbook.run_notebook",
-    "report": "dflash.views.report",
-    "sweep": "dflash.workbook.sweep",
-    "control": "dflash.runs.control",
-    "replay": "dflash.train.replay",
-}
+COMMANDS = ("train", "run", "report", "evaluate", "export", "regenerate", "sweep", "replay", "control", "doctor", "bench")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -35,15 +22,13 @@ def main(argv: list[str] | None = None) -> int:
 
 def _main(argv: list[str] | None) -> int:
     argv = sys.argv[1:] if argv is None else argv
-    parser = argparse.ArgumentParser(prog="python -m dflash", description=__doc__)
+    parser = argparse.ArgumentParser(prog="dflash", description="Train a DFlash drafter, and find out why a run fails.",
+                                     epilog="example:\n  dflash train --config runs/night/config.yaml --resume",
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     asked = [argv[0]] if argv and argv[0] in COMMANDS else list(COMMANDS)
     for name in asked:
-        try:
-            importlib.import_module(COMMANDS[name]).add_parser(commands)
-        except ModuleNotFoundError as error:
-            if error.name != COMMANDS[name]:
-                raise
+        importlib.import_module(f"dflash.commands.{name}").add_parser(commands)
     args = parser.parse_args(argv)
     try:
         return args.run(args) or 0

@@ -32,6 +32,11 @@ def device_named(name: str | torch.device) -> torch.device:
     return device
 
 
+def default_device() -> str:
+    """"cuda" where there is a GPU, else "cpu"."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """`tensor` on `device`. From the host to a GPU through pinned memory: a copy from pageable memory may wait for all the
     work that the stream has, and then the GPU waits for the host."""

@@ -17,8 +17,7 @@ from dflash.diagnose.kernel import KernelCase, case_rule, kernel_cases, referenc
 from dflash.diagnose.launches import launch_rows, probe_rows, timeline_bundle, timeline_text
 from dflash.diagnose.probes import PROBES, ProbeResult
 from dflash.diagnose.tables import text_table
-from dflash.errors import ConfigError
-from dflash.workbook.parameters import refuse_below
+from dflash.errors import ConfigError, refuse_below
 
 ROOT = Path(__file__).parents[1]
 NAMES = ("01_standalone_kernel", "02_drafter_forward", "03_warmup", "04_threaded_launch")

@@ -12,9 +12,10 @@ import torch
 from runner_jobs import LENGTH, drive, drive_until_hang, first_replica, options, packs, planner, serial, weights
 
 from dflash.distributed.handover import HandOver, schedule
-from dflash.distributed.monitor import Monitor, worker_of
+from dflash.distributed.monitor import Monitor
 from dflash.distributed.replicas import ReplicasDivergedError, copy_target, make_replicas
 from dflash.distributed.threads import PipelineEngine, SharedPlanner
+from dflash.errors import worker_of
 from dflash.target.capture import Features
 from dflash.target.features import OnlineFeatures
 

@@ -16,7 +16,7 @@ from survival_lab import processes_of
 from test_runner_threads import engine_of
 from test_train_command import kinds, losses, material, start, wait_for_steps, write_config  # noqa: F401
 
-from dflash.distributed.monitor import worker_of
+from dflash.errors import worker_of
 from dflash.launch.torchrun import child_environment, torchrun_command
 from dflash.runs.record import Run
 from dflash.train.checkpoint import latest_checkpoint

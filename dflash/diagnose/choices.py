@@ -6,7 +6,7 @@ import torch
 
 from dflash.devices import device_named
 from dflash.diagnose.probes import PROBES
-from dflash.workbook.parameters import one_of
+from dflash.errors import one_of
 
 COMPILERS = ("inductor", "eager")
 

@@ -6,9 +6,7 @@ on, and advice. Exit code 0 only where a protected run is safe here.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
-import json
 import os
 import platform
 import subprocess
@@ -39,19 +37,6 @@ VARIABLES = {
     "NCCL_NVLS_ENABLE": "0 where NVLink multicast is unavailable",
 }
 QUICK_LIMIT = 120.0
-
-
-def add_parser(subparsers: argparse._SubParsersAction) -> None:
-    parser = subparsers.add_parser("doctor", help="say what this machine is, and whether a threaded run is safe on it")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--quick", action="store_true", help="probe without generating kernels (faster, same races)")
-    parser.set_defaults(run=main)
-
-
-def main(args: argparse.Namespace) -> int:
-    page = examine(quick=args.quick)
-    print(json.dumps(page, indent=2) if args.json else render(page))
-    return 0 if page["safe"] else 1
 
 
 def examine(quick: bool = False, limit: float | None = None) -> dict[str, Any]:

@@ -64,8 +64,3 @@ class Monitor:
                 if found is not None:
                     return found
                 self.changed.wait(_LOOK)
-
-
-def worker_of(error: BaseException, default: str = "main") -> str:
-    """Which worker an exception came from."""
-    return getattr(error, "dflash_worker", default)

@@ -7,20 +7,11 @@ Llama- or Qwen3-style target. Settings of a run live in `run_config.py`.
 from __future__ import annotations
 
 import dataclasses
-import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from dflash.errors import ConfigError
-
-SEEDS = range(-(2**63), 2**63)  # what torch's generators take
-
-
-def refuse_seed(seed: int) -> None:
-    """Raises ConfigError for a seed that torch's generators have no room for."""
-    if seed not in SEEDS:
-        raise ConfigError(f"seed must be between -2**63 and 2**63 - 1, got {seed}")
+from dflash.errors import ConfigError, refuse_unknown
 
 
 @dataclass(frozen=True)
@@ -102,14 +93,6 @@ class DrafterConfig:
         return self.num_hidden_layers * layer + num_captured_layers * h * h + 2 * h
 
 
-def refuse_unknown(names: Iterable[str], known: Iterable[str], what: str) -> None:
-    """Raise ConfigError for the first name that is not known, with the nearest known one."""
-    known = list(known)
-    for name in names:
-        if name not in known:
-            near = difflib.get_close_matches(str(name), known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(known))}"
-            raise ConfigError(f"unknown {what} {name!r}; {hint}")
 
 
 def text_config(config: Any) -> Any:

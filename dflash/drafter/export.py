@@ -9,7 +9,6 @@ speculators stores the head rows and the `t2d` / `d2t` maps beside them. See `la
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,7 +18,6 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from dflash.drafter.layouts import SPECULATORS_OFFSET, read_settings, speculators_config, zlab_config
 from dflash.drafter.model import DFlashDrafter
@@ -34,12 +32,9 @@ from dflash.drafter.storage import (
 )
 from dflash.drafter.storage import read_settings as read_own_settings
 from dflash.errors import ConfigError
-from dflash.target.loading import DEFAULT_TARGET, find_embedding_weights, load_config, resolve_source
-from dflash.target.random_weights import random_head
-from dflash.train.checkpoint import latest_checkpoint
 
+PUBLISHED = {"smollm2": "HuggingFaceTB/SmolLM2-135M-Instruct"}  # where the packaged target can be had by others
 FORMATS = ("zlab", "speculators", "dflash")
-PUBLISHED = {DEFAULT_TARGET: "HuggingFaceTB/SmolLM2-135M-Instruct"}  # where the packaged target can be had by others
 _NOT_THE_STACK = ("embed_tokens.weight", "verifier_lm_head.weight", "verifier_norm.weight", "lm_head.weight", "t2d",
                   "d2t")
 
@@ -223,58 +218,3 @@ def read_any(folder: str | Path, approximate: bool = False) -> tuple[DFlashDraft
     if (Path(folder) / SETTINGS).is_file():
         return load_drafter(folder), read_own_settings(folder)
     return import_drafter(folder, approximate=approximate), read_layout(folder)
-
-
-def target_head(name: str) -> Tensor:
-    """The target's head [V, H], read from its files where they can be read without building the model."""
-    source = resolve_source(name)
-    if source.random:
-        return random_head(name, torch.device("cpu"), torch.bfloat16).head_weight
-    if source.gguf_file is None and Path(source.location).is_dir():
-        return find_embedding_weights(source.location)[1]
-    from dflash.target.capture import load_target
-
-    return load_target(name, "cpu", self_test=False).head_weight
-
-
-def main(args: argparse.Namespace) -> int:
-    from dflash.launch.run import run_folder
-
-    if (args.run_folder is None) == (args.drafter is None):
-        raise ConfigError("give either a run folder (--run) or a drafter folder (--drafter), not both or none")
-    folder = latest_checkpoint(run_folder(args.run_folder)) if args.run_folder else Path(args.drafter)
-    drafter, settings = read_any(folder, args.approximate)
-    if args.dtype != "keep":
-        drafter = drafter.to(getattr(torch, args.dtype))
-    name = args.target or settings["target"]
-    layers, architectures, head = args.num_target_layers or settings.get("num_target_layers"), [], None
-    if args.format == "zlab" and layers is None or args.format == "speculators":
-        if name is None:
-            raise ConfigError(f"{folder} does not say which target it belongs to; name it with --target")
-        config = load_config(resolve_source(name))
-        layers = layers or config.num_hidden_layers
-        architectures = config.architectures or [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
-    if args.format == "speculators" and draft_vocabulary(drafter) is not None:
-        head = target_head(name)
-    remarks = export_drafter(drafter, args.out, args.format, name or "unknown", num_target_layers=layers,
-                             architectures=architectures, head=head, verifier=args.verifier)
-    dtype = str(drafter.fc.weight.dtype).removeprefix("torch.")
-    print(f"{folder} -> {args.out} ({args.format}, {len(drafter.state_dict())} tensors, {dtype})")
-    print(f"target layers {drafter.target_layer_ids}: an id is the output of that layer, 0-based")
-    for remark in remarks:
-        print(f"note: {remark}")
-    return 0
-
-
-def add_parser(subparsers) -> None:
-    p = subparsers.add_parser("export", help="write a drafter in the z-lab or speculators layout, or read one")
-    p.add_argument("--run", dest="run_folder", metavar="FOLDER", help="run folder or id; its newest checkpoint is exported")
-    p.add_argument("--drafter", metavar="FOLDER", help="drafter folder of any layout")
-    p.add_argument("--format", choices=FORMATS, required=True, help="dflash: a checkpoint of this package")
-    p.add_argument("--out", required=True, metavar="DIR", help="new folder")
-    p.add_argument("--dtype", choices=("keep", "float32", "bfloat16"), default="keep", help="of the written tensors")
-    p.add_argument("--target", help="the drafter's target, where the folder does not say or it has moved")
-    p.add_argument("--verifier", metavar="NAME", help="name of the target written into a speculators config")
-    p.add_argument("--num-target-layers", type=int, help="default: read from the target's config")
-    p.add_argument("--approximate", action="store_true", help="import what this package cannot compute exactly, too")
-    p.set_defaults(run=main)

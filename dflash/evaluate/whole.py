@@ -7,7 +7,6 @@ training with decoding at the same anchors. Everything goes to `evaluation.json`
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections import Counter
 from collections.abc import Sequence
@@ -19,21 +18,18 @@ import torch
 
 from dflash.data import ChatRenderer, Conversation, Pack, load_conversations, make_packs
 from dflash.devices import device_named, dtype_named
-from dflash.drafter.config import refuse_seed
 from dflash.drafter.export import drafter_layout, open_drafter
-from dflash.errors import ConfigError, RunError
+from dflash.errors import ConfigError, RunError, refuse_below, refuse_seed
 from dflash.evaluate.acceptance import evaluate_acceptance, summarize, walk_packs
 from dflash.evaluate.parity import parity_check
 from dflash.evaluate.texts import Prompt, compare_modes, evaluate_prompts, summarize_prompts, thinking_mode
-from dflash.launch.run import run_folder
+from dflash.runs.record import run_folder
 from dflash.target.capture import Target, load_target
 from dflash.target.features import OnlineFeatures
 from dflash.target.random_weights import NOTHING_TO_DECODE, is_random
 from dflash.train.checkpoint import checkpoints, latest_checkpoint
 from dflash.train.prepare import prepare_data
 from dflash.train.settings import RunConfig
-from dflash.views.evaluation import write_plots
-from dflash.workbook.parameters import refuse_below
 
 _PACK_STEP = 128
 _MAX_LENGTH = 4096  # tokens of a conversation that is read outside a run
@@ -245,44 +241,3 @@ def _finite(value: Any) -> Any:
     if isinstance(value, dict):
         return {str(key): _finite(item) for key, item in value.items()}
     return [_finite(item) for item in value] if isinstance(value, (list, tuple)) else value
-
-
-def main(args: argparse.Namespace) -> int:
-    options = EvaluateOptions(
-        args.run_folder, args.drafter, args.target, args.prompts, args.data, args.limit, args.max_new_tokens,
-        args.temperature, args.thinking, args.device, args.dtype, args.seed, args.compare, args.max_draft, args.parity)
-    out = args.json or (run_folder(options.run) / "evaluation.json" if options.run else None)
-    if out:
-        Path(out).parent.mkdir(parents=True, exist_ok=True)  # now, not after the work
-    summary = evaluate(options)
-    print("\n" + table(summary))
-    if out:
-        written = write_evaluation(summary, out)
-        plots = write_plots(summary, written.with_suffix(".png"))
-        print(f"written to {written}" + (f", plots to {plots}" if plots else ""))
-    disagrees = summary["parity"] is not None and not summary["parity"]["agrees"]
-    return 1 if summary["lossless"] is False or disagrees else 0
-
-
-def add_parser(subparsers) -> None:
-    p = subparsers.add_parser("evaluate", help="acceptance length, exactness and speed of a trained drafter")
-    p.add_argument("--run", dest="run_folder", metavar="FOLDER", help="run folder or id: newest checkpoint, held-out text")
-    p.add_argument("--drafter", metavar="FOLDER", help="drafter folder (checkpoint, z-lab or speculators layout)")
-    p.add_argument("--target", help="target; default: the one the drafter was trained for")
-    p.add_argument("--prompts", metavar="FILE", help="one prompt a line, or JSONL with messages or prompt")
-    p.add_argument("--data", metavar="FILE", help="conversations for prompts, held-out acceptance and parity")
-    p.add_argument("--limit", type=int, default=16, help="prompts to decode (16)")
-    p.add_argument("--max-new-tokens", type=int, default=128, help="(128)")
-    sampling = p.add_mutually_exclusive_group()
-    sampling.add_argument("--greedy", dest="temperature", action="store_const", const=0.0, default=0.0,
-                          help="the default")
-    sampling.add_argument("--temperature", type=float, default=0.0, help="above 0: sample")
-    p.add_argument("--thinking", choices=("auto", "on", "off"), default="auto", help="enable_thinking of the template")
-    p.add_argument("--device", default="auto")
-    p.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float64"))
-    p.add_argument("--seed", type=int, default=0)
-    p.add_argument("--no-plain", dest="compare", action="store_false", help="no plain decoding: no speed, no exactness")
-    p.add_argument("--max-draft", type=int, metavar="K", help="verify only the first K drafts of each block")
-    p.add_argument("--parity", type=int, default=8, metavar="N", help="responses in the training comparison (8)")
-    p.add_argument("--json", metavar="OUT", help="where the figures go, plots beside; default: the run folder")
-    p.set_defaults(run=main)

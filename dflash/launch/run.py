@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -14,14 +15,14 @@ from pathlib import Path
 
 from dflash.compile_safety import protected
 from dflash.devices import one_host_thread
-from dflash.distributed.monitor import worker_of
 from dflash.distributed.sources import fit_to, on
-from dflash.errors import RunError
+from dflash.errors import RunError, worker_of
 from dflash.evaluate.acceptance import evaluate_acceptance
 from dflash.launch.torchrun import train_with_torchrun
 from dflash.runs.control import RunControl
-from dflash.runs.lock import locked
-from dflash.runs.record import DeviceSampler, Run
+from dflash.runs.environment import environment_summary
+from dflash.runs.lock import locked, refuse_running
+from dflash.runs.record import ENVIRONMENT_NAME, DeviceSampler, Run, metrics_path, read_metrics
 from dflash.target.spread import shard_target
 from dflash.train.loop import Outcome, Trainer
 from dflash.train.memory import estimate_run, refuse_what_does_not_fit
@@ -160,10 +161,27 @@ def build_engine(job: Job, topology: Topology, run: Run) -> Engine:
     return ThreadsEngine(job, topology, run)
 
 
-def run_folder(path: str | Path) -> Path:
-    """A run folder by path or by id under runs/. Raises RunError naming the runs there are."""
-    for candidate in (Path(path), Path("runs") / path):
-        if (candidate / "config.yaml").exists():
-            return candidate
-    there = sorted(p.parent.name for p in Path("runs").glob("*/config.yaml"))
-    raise RunError(f"no run at {path}; there are: {', '.join(there) or 'none'}")
+def open_run(config_path: Path, config: RunConfig, resume: bool, root: Path) -> Run:
+    """The run that a config file belongs to, or a new one for a file that lies elsewhere.
+
+    Raises: RunError when that run has been trained already and `resume` was not asked for, or is being trained now.
+    """
+    folder = config_path.resolve().parent
+    in_a_run = folder.parent.name == root.name or metrics_path(folder).exists()
+    if config_path.name != "config.yaml" or not in_a_run:
+        if resume:
+            raise RunError(f"--resume needs the config.yaml of a run folder, which {config_path} is not; give "
+                           "runs/<id>/config.yaml")
+        return start_run(config, root)
+    refuse_running(folder)
+    records, _ = read_metrics(metrics_path(folder))
+    trained = any(record["kind"] == "step" for record in records)
+    if trained and not resume:
+        raise RunError(f"{folder} has been trained already; go on with --resume, or copy its config.yaml elsewhere to start "
+                       "a new run from it")
+    run = Run.open(folder)
+    if not any(record["kind"] == "run_start" for record in records):
+        environment = environment_summary()
+        (folder / ENVIRONMENT_NAME).write_text(json.dumps(environment, indent=1))
+        run.metrics.write("run_start", run_id=run.id, config=config.to_dict(), environment=environment)
+    return run

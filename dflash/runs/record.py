@@ -264,3 +264,12 @@ def _fresh_id(root: Path) -> str:
         count += 1
         candidate = f"{stamp}-{count}"
     return candidate
+
+
+def run_folder(path: str | Path) -> Path:
+    """A run folder by path or by id under runs/. Raises RunError naming the runs there are."""
+    for candidate in (Path(path), Path("runs") / path):
+        if (candidate / "config.yaml").exists():
+            return candidate
+    there = sorted(p.parent.name for p in Path("runs").glob("*/config.yaml"))
+    raise RunError(f"no run at {path}; there are: {', '.join(there) or 'none'}")

@@ -13,16 +13,18 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from dflash.data import Pack
 from dflash.errors import ConfigError, TargetError
 from dflash.target.capture import Features, Target
+
+if TYPE_CHECKING:
+    from dflash.data import Pack
 
 Progress = Callable[[int, int, float], None]
 """Called as `progress(packs done, packs in all, tokens per second so far)`."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from dflash.distributed.monitor import worker_of
-from dflash.errors import DFlashError
+from dflash.errors import DFlashError, worker_of
 from dflash.train.memory import GIB, DeviceMemory, estimate_run
 from dflash.train.settings import RunConfig
 from dflash.train.topology import Topology, decide

@@ -8,7 +8,6 @@ operation gave the first number that is not finite.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import warnings
@@ -223,24 +222,3 @@ def _recorded(run_path: Path, step: int) -> dict:
     if step > last + _UNRECORDED:
         raise RunError(f"the record of {run_path} ends at step {last}, got step {step}; give one that was taken")
     return next((r for r in reversed(steps) if r["step"] == step), {})
-
-
-def main(args: argparse.Namespace) -> int:
-    """Print the table; 1 when something was not finite."""
-    from dflash.launch.run import run_folder
-
-    folder = run_folder(args.run_folder)
-    result = replay(folder, args.step, args.device, lambda line: print(line, flush=True), not args.no_walk)
-    print(result.table())
-    return 0 if result.finite else 1
-
-
-def add_parser(subparsers: argparse._SubParsersAction) -> None:
-    parser = subparsers.add_parser("replay", help="run one step of a run again in float32 with anomaly detection",
-                                   description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--run", dest="run_folder", required=True, help="a run folder, or its id under runs/")
-    parser.add_argument("--step", type=int, required=True)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--no-walk", action="store_true",
-                        help="from the checkpoint's weights as they are, without the steps in between (quick, not exact)")
-    parser.set_defaults(run=main)

@@ -20,9 +20,8 @@ from typing import Any
 import yaml
 
 from dflash.drafter.attention import BACKENDS
-from dflash.drafter.config import refuse_seed, refuse_unknown
 from dflash.drafter.fp8_head import PRECISIONS
-from dflash.errors import ConfigError
+from dflash.errors import ConfigError, refuse_seed, refuse_unknown
 
 MOST_PACKS_A_STEP = 4096
 

@@ -173,17 +173,3 @@ def help_text(declared: Mapping[str, Parameter]) -> str:
         f"  {p.name:<{width}}  {p.annotation or 'any'} = {p.default!r}{'  ' + p.help if p.help else ''}"
         for p in declared.values()
     )
-
-
-def one_of(what: str, name: str, known: tuple[str, ...], word: str) -> str:
-    """`name`, or ConfigError with the names there are; `word` is the parameter's value for no choice."""
-    if name not in known:
-        raise ConfigError(f"{what} has {name!r}; wanted {word}, or of {', '.join(known)}")
-    return name
-
-
-def refuse_below(least: float, **numbers: float) -> None:
-    """Raises ConfigError naming the first parameter that is less than `least`, or no number."""
-    for name, value in numbers.items():
-        if not value >= least:
-            raise ConfigError(f"{name} must be at least {least:g}, got {value:g}")

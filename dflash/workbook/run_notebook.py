@@ -27,11 +27,11 @@ from typing import Any
 import nbformat
 import yaml
 
-from dflash.errors import ConfigError, DFlashError, RunError
+from dflash.errors import ConfigError, RunError
 from dflash.runs.record import MetricsWriter, holds_run, metrics_path, read_metrics
 from dflash.views.report import build_report
 from dflash.views.report.notebook_part import Verdict, run_folder, verdict
-from dflash.workbook.parameters import accepted_parameters, check_parameters, declared_parameters, help_text, read_notebook
+from dflash.workbook.parameters import accepted_parameters, check_parameters, declared_parameters, read_notebook
 
 OK, CELL_FAILED, REFUSED, INTERRUPTED, KILLED = 0, 1, 2, 130, 138
 AUTOSAVE_SECONDS = 5
@@ -214,42 +214,3 @@ def parameters_from(pairs: list[list[str]], yaml_texts: list[str], yaml_file: st
         found.update(content)
     found.update({name: value for name, value in pairs})
     return found
-
-
-def add_parser(subparsers: Any) -> None:
-    """`python -m dflash run NOTEBOOK [OUT] [-p name value]... [-y YAML]... [-f FILE]`."""
-    parser = subparsers.add_parser(
-        "run", help="run a notebook by papermill: checked parameters, a report even on failure, honest exit codes"
-    )
-    parser.add_argument("notebook")
-    parser.add_argument("out", nargs="?", help="executed copy; default: runs/<time of day>/report.ipynb")
-    parser.add_argument("-p", "--parameter", nargs=2, action="append", default=[], metavar=("NAME", "VALUE"))
-    parser.add_argument("-y", "--yaml", action="append", default=[], metavar="'NAME: VALUE'")
-    parser.add_argument("-f", "--file", metavar="FILE", help="parameters as a YAML file")
-    parser.add_argument("-k", "--kernel", help="kernel name; default: the notebook's own, else python3")
-    parser.add_argument("--cell-timeout", type=int, metavar="SECONDS", help="end a cell that runs longer than this")
-    parser.add_argument("--static", action="store_true", help="report with images only")
-    parser.add_argument("--parameters", action="store_true", help="list the notebook's parameters and stop")
-    parser.set_defaults(run=main)
-
-
-def main(arguments: Any) -> int:
-    if arguments.parameters:
-        print(help_text(declared_parameters(read_notebook(arguments.notebook))))
-        return OK
-    out = arguments.out or f"runs/{time.strftime('%Y%m%d-%H%M%S')}/report.ipynb"
-    try:
-        given = parameters_from(arguments.parameter, arguments.yaml, arguments.file)
-        launched = run_notebook(
-            arguments.notebook, out, given, arguments.kernel, arguments.cell_timeout, arguments.static
-        )
-    except DFlashError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return REFUSED
-    words = {OK: "finished", KILLED: "its kernel was KILLED", INTERRUPTED: "was interrupted"}
-    print(f"{launched.out} {words.get(launched.code, 'FAILED')} after {launched.seconds:.0f} s", file=sys.stderr)
-    if launched.code != OK and launched.verdict.error:
-        print(launched.verdict.error[:2000], file=sys.stderr)
-    if launched.report is not None:
-        print(f"report: {launched.report}", file=sys.stderr)
-    return launched.code

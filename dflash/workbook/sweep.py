@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from dflash.errors import ConfigError
 from dflash.views.report.comparison import build_comparison
 from dflash.views.report.notebook_part import verdict
 from dflash.workbook.parameters import accepted_parameters, check_parameters, declared_parameters, read_notebook
-from dflash.workbook.run_notebook import INTERRUPTED, OK, parameters_from, run_notebook
+from dflash.workbook.run_notebook import INTERRUPTED, OK, run_notebook
 
 
 def grid(axes: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
@@ -80,32 +79,3 @@ def _clear(folder: Path) -> None:
         while (aside := folder.parent / f".{folder.name}.failed-{attempt}").exists():
             attempt += 1
         folder.rename(aside)
-
-
-def add_parser(subparsers: Any) -> None:
-    """`python -m dflash sweep NOTEBOOK FOLDER -g NAME V1,V2,.. [-p NAME VALUE]...`."""
-    parser = subparsers.add_parser("sweep", help="run a notebook over a grid of parameters and compare the runs")
-    parser.add_argument("notebook")
-    parser.add_argument("folder", help="one folder a point is made here, and comparison.html")
-    parser.add_argument("-g", "--grid", nargs=2, action="append", default=[], metavar=("NAME", "V1,V2,.."))
-    parser.add_argument("-p", "--parameter", nargs=2, action="append", default=[], metavar=("NAME", "VALUE"))
-    parser.add_argument("-y", "--yaml", action="append", default=[], metavar="'NAME: VALUE'", help="axes may be lists here")
-    parser.set_defaults(run=main)
-
-
-def main(arguments: Any) -> int:
-    axes: dict[str, list[Any]] = {
-        name: [value for value in values.split(",") if value.strip()] for name, values in arguments.grid
-    }
-    fixed = parameters_from(arguments.parameter, [], None)
-    for name, value in parameters_from([], arguments.yaml, None).items():
-        (axes if isinstance(value, list) else fixed)[name] = value
-    if not axes:
-        raise ConfigError("nothing to sweep; name at least one axis, for example -g block_size 4,8,16")
-    codes = sweep(arguments.notebook, arguments.folder, axes, fixed)
-    failed = [name for name, code in codes.items() if code != OK]
-    if failed:
-        print(f"failed: {', '.join(failed)}", file=sys.stderr)
-    return max(codes.values(), default=OK)
-
-

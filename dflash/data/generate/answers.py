@@ -23,12 +23,11 @@ import torch
 from tqdm import tqdm
 
 from dflash.data.generate.endpoint import Endpoint
-from dflash.data.generate.engines import ENGINES, Answer, Generator, Sampling, tokens_per_second
+from dflash.data.generate.engines import Answer, Generator, Sampling, tokens_per_second
 from dflash.data.generate.prompts import make_prompts, prompts_in
-from dflash.errors import ConfigError, DataError
+from dflash.errors import ConfigError, DataError, refuse_below
 from dflash.target.capture import Target, load_target
 from dflash.target.random_weights import NOTHING_TO_DECODE, is_random
-from dflash.workbook.parameters import refuse_below
 
 
 @dataclass(frozen=True)
@@ -287,8 +286,8 @@ def _refuse_numbers(options: argparse.Namespace) -> None:
     _samplings(options)
 
 
-def main(options: argparse.Namespace) -> int:
-    """Run the command; the last line on stdout is a JSON summary."""
+def regenerate(options: argparse.Namespace) -> int:
+    """Write the answers that `options` (the command's arguments) ask for; the last line on stdout is a JSON summary."""
     _refuse_numbers(options)
     known = set().union(*(prompts_in(path) for path in options.exclude)) if options.exclude else set()
     if options.prompts == "builtin":
@@ -325,35 +324,3 @@ def main(options: argparse.Namespace) -> int:
             summary |= {"engine": generator.engine, "batch_size": generator.batch_size}
     print(json.dumps(summary | {"out": str(options.out), **settings}))
     return 0
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--target", default="smollm2", help="'smollm2', a model folder, a .gguf file or a hub id")
-    add("--prompts", default="builtin", help="messages JSONL, prompt JSONL, one prompt a line, or 'builtin'")
-    add("--out", required=True, help="JSONL to write; continued if it is there")
-    add("--max-new-tokens", type=int, default=192)
-    add("--temperature", type=float, default=0.0, help="0 is greedy")
-    add("--top-p", type=float, default=1.0)
-    add("--sampled-share", type=float, default=0.0, help="share of the prompts answered once more, sampled")
-    add("--sampled-temperature", type=float, default=0.8)
-    add("--seed", type=int, default=0)
-    add("--engine", choices=("auto", *ENGINES), default="auto")
-    add("--batch-size", type=int, default=8)
-    add(
-        "--trial-seconds", type=float, default=15.0, help="time given to each engine's trial (auto, on a GPU)"
-    )
-    add("--seconds", type=float, default=None, help="stop after this many seconds of writing")
-    add("--limit", type=int, default=None, help="first so many prompts only")
-    add("--exclude", nargs="*", default=[], help="messages JSONL files whose prompts are left out")
-    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--dtype", default=None, help="float32 or bfloat16; default: bfloat16 on a GPU, float32 on the CPU")
-    add("--endpoint", default=None, help="OpenAI-compatible base URL to ask instead of a local target")
-    add("--model", default=None, help="model name at the endpoint; default: the first that it serves")
-    add("--api-key-env", default=None, help="environment variable that holds the endpoint's key")
-
-
-def add_parser(subparsers) -> None:
-    parser = subparsers.add_parser("regenerate", help="have the target write training answers")
-    add_arguments(parser)
-    parser.set_defaults(run=main)

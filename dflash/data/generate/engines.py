@@ -17,8 +17,7 @@ from dataclasses import asdict, dataclass
 import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
-from dflash.drafter.config import refuse_seed
-from dflash.errors import ConfigError, RunError
+from dflash.errors import ConfigError, RunError, refuse_seed
 
 ENGINES = ("static", "continuous", "plain")
 

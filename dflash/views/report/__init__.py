@@ -7,11 +7,10 @@ python -m dflash report runs/<id>
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from dflash.errors import RunError
 
-__all__ = ["add_parser", "build_report"]
+__all__ = ["build_report"]
 
 
 def build_report(
@@ -59,23 +58,3 @@ def build_report(
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(page(material), encoding="utf-8")
     return out
-
-
-def add_parser(subparsers: Any) -> None:
-    """`python -m dflash report SOURCE [-o OUT] [--run FOLDER] [--static]`."""
-    parser = subparsers.add_parser(
-        "report", help="make report.html from an executed notebook or a run folder"
-    )
-    parser.add_argument("source", help="executed notebook, or run folder")
-    parser.add_argument("-o", "--out", help="where to write; default: beside the source")
-    parser.add_argument(
-        "--run-folder", help="the run that the notebook shows, where it is not found by itself"
-    )
-    parser.add_argument("--static", action="store_true", help="images only: a small file without scripts")
-    parser.set_defaults(run=main)
-
-
-def main(arguments: Any) -> int:
-    out = build_report(arguments.source, arguments.out, arguments.run_folder, arguments.static)
-    print(f"{out} ({out.stat().st_size / 1e6:.1f} MB)")
-    return 0

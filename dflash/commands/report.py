@@ -1,0 +1,26 @@
+"""`dflash report`: report.html from an executed notebook or a run folder."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dflash.commands import command
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = command(subparsers, "report", "make report.html from an executed notebook or a run folder",
+                     "dflash report runs/night/report.ipynb")
+    parser.add_argument("source", help="executed notebook, or run folder")
+    parser.add_argument("-o", "--out", help="where to write; default: beside the source")
+    parser.add_argument("--run-folder", help="the run that the notebook shows, where it is not found by itself")
+    parser.add_argument("--static", action="store_true", help="images only: a small file without scripts")
+    parser.set_defaults(run=main)
+
+
+def main(arguments: Any) -> int:
+    """Write the page; say where."""
+    from dflash.views.report import build_report
+
+    out = build_report(arguments.source, arguments.out, arguments.run_folder, arguments.static)
+    print(f"{out} ({out.stat().st_size / 1e6:.1f} MB)")
+    return 0
