@@ -87,7 +87,7 @@ def test_threads_give_the_serial_numbers(material, serial_run, tmp_path):
     assert main(["train", "--config", str(config), "--runs", "runs"]) == 0
     check_same(tmp_path / "runs/threads", serial_run)
     with pytest.raises(RunError, match="--resume"):
-        from dflash.commands.train import open_run
+        from dflash.launch.run import open_run
 
         open_run(config, RunConfig.load(config), False, Path("runs"))
 
