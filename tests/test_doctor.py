@@ -9,6 +9,7 @@ from dataclasses import asdict
 import pytest
 import torch
 
+from dflash.commands import doctor as doctor_command
 from dflash.diagnose import coldrun, doctor, probes
 from dflash.diagnose.isolated import IsolatedResult, run_isolated
 from dflash.diagnose.overhead import measure_gate_overhead
@@ -108,22 +109,22 @@ def test_the_page_shows_everything(monkeypatch, capsys):
     monkeypatch.setattr(doctor, "run_probes", lambda **kwargs: shown)
     monkeypatch.setattr(doctor, "flex_compiles", lambda **kwargs: {"cpu": {"ok": True, "detail": "forward"}})
     monkeypatch.setattr(doctor, "_measured_overhead", lambda limit: 4.2)
-    assert doctor.main(argparse.Namespace(json=False, quick=True)) == 0
+    assert doctor_command.main(argparse.Namespace(json=False, quick=True)) == 0
     text = capsys.readouterr().out
     for expected in ("torch  ", "compile cache:", "fx_flag_race", "foreign_trace_breaks_modules", "4.2 us",
                      "verdict: a protected run is safe here", "unset: ", "flex_attention compiled on cpu: yes"):
         assert expected in text
     shown[1] = result(probes.PROBES[0], True, "hang")
-    assert doctor.main(argparse.Namespace(json=True, quick=True)) == 1
+    assert doctor_command.main(argparse.Namespace(json=True, quick=True)) == 1
     value = json.loads(capsys.readouterr().out)
     assert value["safe"] is False and value["probes"][1] == asdict(shown[1])
 
 
 def test_the_command_is_registered():
     parser = argparse.ArgumentParser()
-    doctor.add_parser(parser.add_subparsers())
+    doctor_command.add_parser(parser.add_subparsers())
     args = parser.parse_args(["doctor", "--json", "--quick"])
-    assert args.run is doctor.main and args.json and args.quick
+    assert args.run is doctor_command.main and args.json and args.quick
 
 
 def test_the_table_has_one_line_for_each_probe():

@@ -19,6 +19,7 @@ from chat_tokenizer import chat_tokenizer, ids_of
 from tiny_models import slow_greedy
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from dflash.commands import regenerate as regenerate_command
 from dflash.data import load_conversations
 from dflash.data.generate import answers as regenerate
 from dflash.data.generate.endpoint import Endpoint
@@ -74,7 +75,7 @@ def prompts_file(tmp_path, count=12):
 
 def run(*arguments):
     parser = argparse.ArgumentParser()
-    regenerate.add_parser(parser.add_subparsers())
+    regenerate_command.add_parser(parser.add_subparsers())
     options = parser.parse_args(["regenerate", *map(str, arguments)])
     return options.run(options)
 
