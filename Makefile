@@ -54,9 +54,11 @@ GPUS ?= 5,6,7
 story: env
 	$(BIN)/python tools/gpu_story.py --gpus $(GPUS) $(STORY)
 
-# make lint   ruff
+# make lint   ruff, its formatter, and the order of the rooms
 lint: env
 	$(BIN)/ruff check dflash tests tools
+	$(BIN)/ruff format --check dflash tests tools
+	PATH=$(CURDIR)/$(BIN):$$PATH lint-imports --no-cache
 
 lab: env
 	$(BIN)/jupyter lab --notebook-dir . notebooks/index.ipynb

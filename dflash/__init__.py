@@ -8,8 +8,11 @@ from typing import Any
 __version__ = "0.1.0"
 __all__ = ["DFlashDrafter", "RunConfig", "create_drafter_config"]
 
-_HOMES = {"DFlashDrafter": "dflash.drafter.model", "RunConfig": "dflash.train.settings",
-          "create_drafter_config": "dflash.drafter.config"}
+_HOMES = {
+    "DFlashDrafter": "dflash.drafter.model",
+    "RunConfig": "dflash.train.settings",
+    "create_drafter_config": "dflash.drafter.config",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -22,9 +22,12 @@ def main(argv: list[str] | None = None) -> int:
 
 def _main(argv: list[str] | None) -> int:
     argv = sys.argv[1:] if argv is None else argv
-    parser = argparse.ArgumentParser(prog="dflash", description="Train a DFlash drafter, and find out why a run fails.",
-                                     epilog="example:\n  dflash train --config runs/night/config.yaml --resume",
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="dflash",
+        description="Train a DFlash drafter, and find out why a run fails.",
+        epilog="example:\n  dflash train --config runs/night/config.yaml --resume",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     asked = [argv[0]] if argv and argv[0] in COMMANDS else list(COMMANDS)
     for name in asked:

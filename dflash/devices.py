@@ -24,16 +24,19 @@ def device_named(name: str | torch.device) -> torch.device:
     except RuntimeError:
         raise ConfigError(f"there is no device {str(name)!r}; give cpu, cuda or cuda:0") from None
     if device.type not in DEVICE_TYPES:
-        raise ConfigError(f"device {name} is of type {device.type!r}, and only {' and '.join(DEVICE_TYPES)} work here; give "
-                          "cpu, cuda or cuda:0")
+        raise ConfigError(
+            f"device {name} is of type {device.type!r}, and only {' and '.join(DEVICE_TYPES)} work here; give "
+            "cpu, cuda or cuda:0"
+        )
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(f"device {name} is not here, this machine has {torch.cuda.device_count()} GPUs; give one of "
-                          "them, or cpu")
+        raise ConfigError(
+            f"device {name} is not here, this machine has {torch.cuda.device_count()} GPUs; give one of them, or cpu"
+        )
     return device
 
 
 def default_device() -> str:
-    """"cuda" where there is a GPU, else "cpu"."""
+    """ "cuda" where there is a GPU, else "cpu"."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -114,8 +117,10 @@ def compute_dtype(name: str, device: torch.device | str) -> torch.dtype:
 def _cpu_prefers_bfloat16() -> bool:
     """Whether a [512, 576] x [576, 1536] product (a layer of a small model) is clearly faster in bfloat16."""
     seconds = {}
-    pairs = {dtype: (torch.ones(512, 576, dtype=dtype), torch.ones(576, 1536, dtype=dtype))
-             for dtype in (torch.float32, torch.bfloat16)}
+    pairs = {
+        dtype: (torch.ones(512, 576, dtype=dtype), torch.ones(576, 1536, dtype=dtype))
+        for dtype in (torch.float32, torch.bfloat16)
+    }
     for _ in range(20):  # in turn, and the fastest of many: others may want the same cores at any moment
         for dtype, (a, b) in pairs.items():
             began = time.perf_counter()

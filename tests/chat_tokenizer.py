@@ -49,8 +49,13 @@ def chat_tokenizer(template: str | None = CHATML) -> PreTrainedTokenizerFast:
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=inner, eos_token="<|end|>", pad_token="<|pad|>", bos_token="<|begin|>",
-        additional_special_tokens=["<think>", "</think>", "<|unused|>"], clean_up_tokenization_spaces=False)
+        tokenizer_object=inner,
+        eos_token="<|end|>",
+        pad_token="<|pad|>",
+        bos_token="<|begin|>",
+        additional_special_tokens=["<think>", "</think>", "<|unused|>"],
+        clean_up_tokenization_spaces=False,
+    )
     tokenizer.chat_template = template
     return tokenizer
 
@@ -87,7 +92,13 @@ def save_material(root: Path, model, tokenizer: PreTrainedTokenizerFast) -> None
     model.save_pretrained(root / "target")
     tokenizer.save_pretrained(root / "target")
     words = random.Random(1)
-    rows = [{"messages": [{"role": "user", "content": f"say {number}"},
-                          {"role": "assistant", "content": " ".join(words.choices(["yes", "no", "why", "so"], k=9))}]}
-            for number in range(24)]
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": f"say {number}"},
+                {"role": "assistant", "content": " ".join(words.choices(["yes", "no", "why", "so"], k=9))},
+            ]
+        }
+        for number in range(24)
+    ]
     (root / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -34,18 +34,32 @@ class Server:
         (folder / "notification.jupyterlab-settings").write_text(json.dumps(quiet))
         (folder / "themes.jupyterlab-settings").write_text(json.dumps({"theme": theme}))
         environment = {
-            **os.environ, "JUPYTER_CONFIG_DIR": str(home / "config"), "JUPYTERLAB_SETTINGS_DIR": str(home / "settings"),
-            "JUPYTERLAB_WORKSPACES_DIR": str(home / "workspaces"), "JUPYTER_RUNTIME_DIR": str(home / "runtime"),
+            **os.environ,
+            "JUPYTER_CONFIG_DIR": str(home / "config"),
+            "JUPYTERLAB_SETTINGS_DIR": str(home / "settings"),
+            "JUPYTERLAB_WORKSPACES_DIR": str(home / "workspaces"),
+            "JUPYTER_RUNTIME_DIR": str(home / "runtime"),
             "OMP_NUM_THREADS": "1",
-        }  # fmt: skip
+        }
         self.log = home / "server.log"
         with open(self.log, "w") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--ip=127.0.0.1",
-                 f"--port={self.port}", "--IdentityProvider.token=", "--ServerApp.password=",
-                 f"--ServerApp.root_dir={root}"],
-                env=environment, stdout=log, stderr=subprocess.STDOUT,
-            )  # fmt: skip
+                [
+                    sys.executable,
+                    "-m",
+                    "jupyterlab",
+                    "--no-browser",
+                    "--allow-root",
+                    "--ip=127.0.0.1",
+                    f"--port={self.port}",
+                    "--IdentityProvider.token=",
+                    "--ServerApp.password=",
+                    f"--ServerApp.root_dir={root}",
+                ],
+                env=environment,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
         deadline = time.time() + 90
         while time.time() < deadline:
             try:

@@ -32,15 +32,32 @@ def packs(count: int = 5, seed: int = 3):
 
 
 def options(**changes) -> TrainOptions:
-    values = dict(steps=20, packs_per_step=4, lr=3e-3, warmup_steps=2, weight_decay=0.01, gamma=4.0, soft_labels=True,
-                  dtype="float32", eval_every=1000, checkpoint_every=1000)
+    values = dict(
+        steps=20,
+        packs_per_step=4,
+        lr=3e-3,
+        warmup_steps=2,
+        weight_decay=0.01,
+        gamma=4.0,
+        soft_labels=True,
+        dtype="float32",
+        eval_every=1000,
+        checkpoint_every=1000,
+    )
     return TrainOptions(**values | changes)
 
 
 def planner(settings: TrainOptions, drafter, rows=None) -> Planner:
-    return Planner(rows or packs(), seed=settings.seed, packs_per_step=settings.packs_per_step,
-                   block_size=drafter.block_size, max_anchors=drafter.max_anchors, gamma=settings.gamma,
-                   reduction=settings.reduction, soft_labels=settings.soft_labels)
+    return Planner(
+        rows or packs(),
+        seed=settings.seed,
+        packs_per_step=settings.packs_per_step,
+        block_size=drafter.block_size,
+        max_anchors=drafter.max_anchors,
+        gamma=settings.gamma,
+        reduction=settings.reduction,
+        soft_labels=settings.soft_labels,
+    )
 
 
 def first_replica(settings: TrainOptions):

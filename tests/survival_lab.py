@@ -60,8 +60,15 @@ def train_here(root: Path, run_id: str, before_save=lambda step: None) -> None:
         before_save(step)
         return save_training(run, config, engine, trainer, step)
 
-    trainer = Trainer(engine, planner(settings, replica.drafter), settings, run, RunControl(run.path, run.metrics),
-                      evaluate=None, save=save)
+    trainer = Trainer(
+        engine,
+        planner(settings, replica.drafter),
+        settings,
+        run,
+        RunControl(run.path, run.metrics),
+        evaluate=None,
+        save=save,
+    )
     if state is not None:
         trainer.load_state_dict(state["trainer"])
     trainer.train(1 if state is None else state["step"] + 1)

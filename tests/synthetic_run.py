@@ -11,18 +11,19 @@ from dflash.runs.record import Run
 
 
 def write_run(
-    root: Path, run_id: str = "synthetic", steps: int = 200, devices: int = 2, slots: int = 7,
-    end: str = "completed", fault: bool = False, seed: int = 0, config: dict | None = None,
-) -> Path:  # fmt: skip
+    root: Path,
+    run_id: str = "synthetic",
+    steps: int = 200,
+    devices: int = 2,
+    slots: int = 7,
+    end: str = "completed",
+    fault: bool = False,
+    seed: int = 0,
+    config: dict | None = None,
+) -> Path:
     """A run folder with every kind of record; about one record set a step, `steps` seconds long."""
     rng = random.Random(seed)
-    settings = {
-        "steps": steps,
-        "block_size": slots + 1,
-        "gpus": list(range(devices)),
-        "seed": seed,
-        **(config or {}),
-    }
+    settings = {"steps": steps, "block_size": slots + 1, "gpus": list(range(devices)), "seed": seed, **(config or {})}
     run = Run.create(root, settings, run_id)
     write_records(run, rng, steps, devices, slots)
     if fault:
@@ -30,12 +31,8 @@ def write_run(
             raise RuntimeError("drafter[1]: a made-up failure for this test")
         except RuntimeError as error:
             run.fault(error, worker="drafter[1]", step=steps)
-        (run.path / "stacks.txt").write_text(
-            'Thread 0x1 (most recent call first):\n  File "x.py", line 1 in f\n'
-        )
-    run.end(
-        end, step=steps, acceptance_length=1.6, seconds=float(steps), message="made up" if fault else None
-    )
+        (run.path / "stacks.txt").write_text('Thread 0x1 (most recent call first):\n  File "x.py", line 1 in f\n')
+    run.end(end, step=steps, acceptance_length=1.6, seconds=float(steps), message="made up" if fault else None)
     return run.path
 
 
@@ -47,32 +44,51 @@ def write_records(run: Run, rng: random.Random, steps: int, devices: int, slots:
     run.metrics.write("checkpoint", t=start + steps, step=steps, path="checkpoints/last", seconds=0.4)
 
 
-def write_step(
-    run: Run, rng: random.Random, step: int, steps: int, devices: int, slots: int, t: float
-) -> None:
+def write_step(run: Run, rng: random.Random, step: int, steps: int, devices: int, slots: int, t: float) -> None:
     """All records of one step at time `t`."""
     write, done, skipped = run.metrics.write, step / steps, step % 50 == 49
     accuracy = [max(0.0, (0.1 + 0.5 * done) * 0.8**k + rng.gauss(0, 0.02)) for k in range(slots)]
     write(
-        "step", t=t, step=step, epoch=0, pack_ids=[step], accuracy=accuracy, tokens=2048,
-        supervised_slots=640, loss=7.5 * math.exp(-2 * done) + 1.5 + rng.gauss(0, 0.25),
-        lr=2e-3 * (1 - done), step_seconds=1.0,
-        acceptance_length=1.05 + 0.6 * done + rng.gauss(0, 0.06), grad_norm=1.0 + rng.random(),
-        tokens_per_second=2000 + 100 * rng.random(), skipped=skipped,
+        "step",
+        t=t,
+        step=step,
+        epoch=0,
+        pack_ids=[step],
+        accuracy=accuracy,
+        tokens=2048,
+        supervised_slots=640,
+        loss=7.5 * math.exp(-2 * done) + 1.5 + rng.gauss(0, 0.25),
+        lr=2e-3 * (1 - done),
+        step_seconds=1.0,
+        acceptance_length=1.05 + 0.6 * done + rng.gauss(0, 0.06),
+        grad_norm=1.0 + rng.random(),
+        tokens_per_second=2000 + 100 * rng.random(),
+        skipped=skipped,
         reason="no supervised slot" if skipped else None,
-    )  # fmt: skip
+    )
     for index in range(devices):
         write(
-            "device", t=t, device=f"cuda:{index}", allocated=(40 + index) << 30, reserved=(50 + index) << 30,
-            peak=(60 + index) << 30, used=int((55 + 3 * index + rng.random()) * 2**30),
-            total=141 << 30, utilization=80 + 15 * rng.random(),
-        )  # fmt: skip
+            "device",
+            t=t,
+            device=f"cuda:{index}",
+            allocated=(40 + index) << 30,
+            reserved=(50 + index) << 30,
+            peak=(60 + index) << 30,
+            used=int((55 + 3 * index + rng.random()) * 2**30),
+            total=141 << 30,
+            utilization=80 + 15 * rng.random(),
+        )
     for name, rate in (("target[0]", 4300), ("drafter[1]", 21500)):
         write(
-            "stage", t=t, name=name, tokens=2048, busy_seconds=0.8 if "target" in name else 0.3,
-            wait_seconds=0.1 if "target" in name else 0.6, queue_depth=rng.randint(0, 2),
+            "stage",
+            t=t,
+            name=name,
+            tokens=2048,
+            busy_seconds=0.8 if "target" in name else 0.3,
+            wait_seconds=0.1 if "target" in name else 0.6,
+            queue_depth=rng.randint(0, 2),
             tokens_per_second=rate * (1 + 0.05 * rng.gauss(0, 1)),
-        )  # fmt: skip
+        )
     lanes = {"target[0]": ("capture", "wait"), "drafter[1]": ("wait", "forward", "backward")}
     for worker, names in lanes.items():
         for place, name in enumerate(names):
@@ -81,8 +97,13 @@ def write_step(
             write("span", t=t, worker=worker, name=name, **span)
     if step % max(1, steps // 10) == 0:
         write(
-            "eval", t=t, step=step, acceptance_length=1.02 + 0.6 * done,
-            loss=7.3 * math.exp(-2 * done) + 1.7, acceptance_by_slot=[(0.1 + 0.5 * done) * 0.7**k for k in range(slots)],
-            blocks=512, seconds=1.5,
-        )  # fmt: skip
+            "eval",
+            t=t,
+            step=step,
+            acceptance_length=1.02 + 0.6 * done,
+            loss=7.3 * math.exp(-2 * done) + 1.7,
+            acceptance_by_slot=[(0.1 + 0.5 * done) * 0.7**k for k in range(slots)],
+            blocks=512,
+            seconds=1.5,
+        )
         write("log", t=t, worker="drafter[1]", level="INFO", message=f"evaluated at step {step}")

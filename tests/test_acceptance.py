@@ -31,8 +31,12 @@ def make_pack(target, prompts=PROMPTS, count=24, padding=3):
         positions += range(len(prompt) + len(text))
         lengths.append(len(prompt) + len(text))
     pack = types.SimpleNamespace(
-        input_ids=torch.tensor(ids + [0] * padding), loss_mask=torch.tensor(mask + [False] * padding), pack_id=4,
-        position_ids=torch.tensor([*positions, *range(padding)]), lengths=torch.tensor(lengths))
+        input_ids=torch.tensor(ids + [0] * padding),
+        loss_mask=torch.tensor(mask + [False] * padding),
+        pack_id=4,
+        position_ids=torch.tensor([*positions, *range(padding)]),
+        lengths=torch.tensor(lengths),
+    )
     features = target.capture(pack.input_ids[None], pack.lengths)
     return pack, texts, types.SimpleNamespace(get=lambda asked: features if asked is pack else None)
 
@@ -84,9 +88,13 @@ def test_batched_drafts_are_the_training_forward_and_the_decoders():
     ids = pack.input_ids[begin : begin + size]
     ours = draft_hidden(drafter, context, ids[anchors], anchors)
     with torch.no_grad():
-        trained = drafter._denoise(features, pack.input_ids, pack.position_ids,
-                                   AnchorSet(anchors + begin, torch.ones(4, dtype=torch.bool)),
-                                   document_ids(pack.lengths, len(pack.input_ids)))
+        trained = drafter._denoise(
+            features,
+            pack.input_ids,
+            pack.position_ids,
+            AnchorSet(anchors + begin, torch.ones(4, dtype=torch.bool)),
+            document_ids(pack.lengths, len(pack.input_ids)),
+        )
     torch.testing.assert_close(ours, trained, atol=1e-5, rtol=1e-5)
     for row, anchor in enumerate(anchors.tolist()):
         context = drafter.new_context()
@@ -109,8 +117,13 @@ def test_walk_by_hand():
     summary = summarize(found.runs, found.gains, 4)
     assert summary["acceptance_length"] == 7 / 3 and summary["histogram"] == [1, 0, 2, 0]
     assert summary["acceptance_by_slot"] == [2 / 3, 2 / 3, 1 / 3]
-    assert summarize([], [], 3) == {"acceptance_length": None, "acceptance_by_slot": [0.0, 0.0], "histogram": [0, 0, 0],
-                                    "blocks": 0, "tokens": 0}
+    assert summarize([], [], 3) == {
+        "acceptance_length": None,
+        "acceptance_by_slot": [0.0, 0.0],
+        "histogram": [0, 0, 0],
+        "blocks": 0,
+        "tokens": 0,
+    }
 
 
 def test_max_positions_and_mode():
@@ -128,8 +141,15 @@ def test_twenty_four_conversations_take_seconds():
     from dflash.drafter.model import DFlashDrafter
 
     torch.manual_seed(0)
-    config = DrafterConfig(hidden_size=192, num_hidden_layers=2, num_attention_heads=3, num_key_value_heads=1,
-                           head_dim=64, intermediate_size=512, vocab_size=3000)
+    config = DrafterConfig(
+        hidden_size=192,
+        num_hidden_layers=2,
+        num_attention_heads=3,
+        num_key_value_heads=1,
+        head_dim=64,
+        intermediate_size=512,
+        vocab_size=3000,
+    )
     drafter = DFlashDrafter(config, [0, 1, 2], 8, 8, 2999)
     drafter.load_target_head(torch.randn(3000, 192), torch.randn(3000, 192))
     lengths = torch.full((24,), 200)
@@ -140,5 +160,3 @@ def test_twenty_four_conversations_take_seconds():
     summary = evaluate_acceptance(drafter, types.SimpleNamespace(get=lambda _: features), [pack])
     assert summary["tokens"] == 24 * 139
     assert time.perf_counter() - began < 20
-
-

@@ -21,15 +21,31 @@ from dflash.bench.timing import Timing, matmul_ceiling, measure, refuse_hours
 from dflash.bench.workload import StepShape, make_drafter, make_head, make_inputs, matmul_flops
 from dflash.drafter.head_plan import HeadPlan
 
-TINY = StepShape(tokens=64, anchors=8, block=4, captured=2, document=24, hidden=32, layers=2, heads=4, kv_heads=2,
-                 head_dim=16, intermediate=48, vocab=96)
+TINY = StepShape(
+    tokens=64,
+    anchors=8,
+    block=4,
+    captured=2,
+    document=24,
+    hidden=32,
+    layers=2,
+    heads=4,
+    kv_heads=2,
+    head_dim=16,
+    intermediate=48,
+    vocab=96,
+)
 CPU = torch.device("cpu")
 
 
 def options(shape, skip=()):
     """A shape as command line options."""
-    return [word for name, value in vars(shape).items() if name not in skip
-            for word in (f"--{name.replace('_', '-')}", str(value))]
+    return [
+        word
+        for name, value in vars(shape).items()
+        if name not in skip
+        for word in (f"--{name.replace('_', '-')}", str(value))
+    ]
 
 
 def run(capsys, path, *words):
@@ -39,8 +55,19 @@ def run(capsys, path, *words):
 
 @pytest.mark.parametrize("labels", ["soft", "hard"])
 def test_step(capsys, tmp_path, labels):
-    result, text = run(capsys, tmp_path / "deep" / "step.json", "step", *options(TINY), "--labels", labels, "--optimizer",
-                       "--repeats", "3", "--warmup", "1")
+    result, text = run(
+        capsys,
+        tmp_path / "deep" / "step.json",
+        "step",
+        *options(TINY),
+        "--labels",
+        labels,
+        "--optimizer",
+        "--repeats",
+        "3",
+        "--warmup",
+        "1",
+    )
     (row,) = result["results"]
     assert row["name"] == "plain" and row["labels"] == labels and row["repeats"] == 3  # no kernels on a CPU
     assert 0 < row["seconds_fastest"] <= row["seconds_median"] <= row["seconds_slowest"]
@@ -52,17 +79,20 @@ def test_step(capsys, tmp_path, labels):
     assert "tokens/s" in text and "plain" in text
 
 
-@pytest.mark.parametrize(("words", "message"), [
-    (["step", "--repeats", "0"], "--repeats: wanted a whole number of at least 1, got '0'"),
-    (["step", "--supervised", "0"], "--supervised: wanted a number above 0 and at most 1, got '0'"),
-    (["step", "--chunk-rows", "0"], "--chunk-rows: wanted a whole number of at least 1"),
-    (["target", "--tokens", "0"], "--tokens: wanted a whole number of at least 1"),
-    (["target", "--document", "many"], "--document: wanted a whole number of at least 1, got 'many'"),
-    (["attention", "--warmup", "-1"], "--warmup: wanted a whole number of at least 0"),
-    (["pipeline", "--queue-depth", "0"], "--queue-depth: wanted a whole number of at least 1"),
-    (["pipeline", "--steps", "1"], "--steps: wanted a whole number of at least 4"),
-    (["pipeline", "--check-steps", "2"], "--check-steps: wanted a whole number of at least 20"),
-])
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["step", "--repeats", "0"], "--repeats: wanted a whole number of at least 1, got '0'"),
+        (["step", "--supervised", "0"], "--supervised: wanted a number above 0 and at most 1, got '0'"),
+        (["step", "--chunk-rows", "0"], "--chunk-rows: wanted a whole number of at least 1"),
+        (["target", "--tokens", "0"], "--tokens: wanted a whole number of at least 1"),
+        (["target", "--document", "many"], "--document: wanted a whole number of at least 1, got 'many'"),
+        (["attention", "--warmup", "-1"], "--warmup: wanted a whole number of at least 0"),
+        (["pipeline", "--queue-depth", "0"], "--queue-depth: wanted a whole number of at least 1"),
+        (["pipeline", "--steps", "1"], "--steps: wanted a whole number of at least 4"),
+        (["pipeline", "--check-steps", "2"], "--check-steps: wanted a whole number of at least 20"),
+    ],
+)
 def test_numbers_that_measure_nothing_are_refused(capsys, words, message):
     with pytest.raises(SystemExit) as ended:
         main(["bench", *words])
@@ -108,13 +138,21 @@ def test_a_device_that_cannot_be_used_is_refused(capsys, bench, device):
     assert f"device {device} is of type {device!r}, and only cpu and cuda work here" in error and error.count("\n") == 1
 
 
-@pytest.mark.parametrize(("words", "message"), [
-    (["--layers", "1"], "--layers must be at least 2, since layers below the last are captured; got 1"),
-    (["--layers", "4", "--captured", "9"], "--captured must be at most 3, the layers below the last of --layers 4; got 9"),
-    (["--layers", "4", "--depth", "2"], "must be at least --layers (4), those that are built; got 2"),
-    (["--model", "random:tiny", "--kv-heads", "4", "--captured", "5", "--tokens", "64"],
-     "--model random:tiny has sizes of its own, got --captured, --kv-heads too"),
-])
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--layers", "1"], "--layers must be at least 2, since layers below the last are captured; got 1"),
+        (
+            ["--layers", "4", "--captured", "9"],
+            "--captured must be at most 3, the layers below the last of --layers 4; got 9",
+        ),
+        (["--layers", "4", "--depth", "2"], "must be at least --layers (4), those that are built; got 2"),
+        (
+            ["--model", "random:tiny", "--kv-heads", "4", "--captured", "5", "--tokens", "64"],
+            "--model random:tiny has sizes of its own, got --captured, --kv-heads too",
+        ),
+    ],
+)
 def test_sizes_of_a_target_that_cannot_be(capsys, monkeypatch, words, message):
     for name in ("make_target", "load_target"):
         monkeypatch.setattr(target, name, lambda *args, **options: pytest.fail("built"))
@@ -134,8 +172,20 @@ def test_few_layers_capture_what_they_have(given, captured):
 def test_step_through_a_float8_head(capsys, tmp_path):
     losses = []
     for precision in ("same", "fp8"):
-        result, text = run(capsys, tmp_path / "step.json", "step", *options(TINY), "--labels", "hard",
-                           "--head-precision", precision, "--repeats", "1", "--warmup", "0")
+        result, text = run(
+            capsys,
+            tmp_path / "step.json",
+            "step",
+            *options(TINY),
+            "--labels",
+            "hard",
+            "--head-precision",
+            precision,
+            "--repeats",
+            "1",
+            "--warmup",
+            "0",
+        )
         assert result["head_precision"] == precision and ("fp8 head" in text) == (precision == "fp8")
         losses.append(result["results"][0]["loss"])
     assert losses[0] != losses[1] == pytest.approx(losses[0], rel=0.05)
@@ -160,14 +210,18 @@ def test_a_step_of_hours_is_refused(capsys):
     assert "would take cpu at least" in error and "give a smaller one, for instance --tokens 512" in error
 
 
-@pytest.mark.parametrize("words", [
-    ["attention", "--tokens", "400000", "--anchors", "10240"],
-    ["target", "--tokens", "400000"],
-    ["target", "--model", "random:tiny@2", "--tokens", "1000000000"],
-    ["pipeline", "--gpus", "cpu", "--shape", "full"],
-    ["pipeline", "--gpus", "cpu", "--shape", "full", "--hybrid"],
-    ["pipeline", "--gpus", "cpu:2", "--target-gpus", "cpu:2", "--shape", "small", "--tokens", "1000000"],
-], ids=" ".join)
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["attention", "--tokens", "400000", "--anchors", "10240"],
+        ["target", "--tokens", "400000"],
+        ["target", "--model", "random:tiny@2", "--tokens", "1000000000"],
+        ["pipeline", "--gpus", "cpu", "--shape", "full"],
+        ["pipeline", "--gpus", "cpu", "--shape", "full", "--hybrid"],
+        ["pipeline", "--gpus", "cpu:2", "--target-gpus", "cpu:2", "--shape", "small", "--tokens", "1000000"],
+    ],
+    ids=" ".join,
+)
 def test_hours_on_a_cpu_are_refused_before_anything_is_built(capsys, monkeypatch, words):
     small = attention.measure_backend
 
@@ -200,14 +254,31 @@ def test_a_gpu_is_not_asked_how_long_it_takes():
 def test_a_missing_peer_is_named(capsys, monkeypatch):
     for name in ("speculators", "speculators.models.dflash.core"):
         monkeypatch.setitem(sys.modules, name, None)
-    assert main(["bench", "step", *options(TINY), "--device", "cpu", "--dtype", "float32", "--peer", "speculators",
-                 "--repeats", "1"]) == 2
+    assert (
+        main(
+            [
+                "bench",
+                "step",
+                *options(TINY),
+                "--device",
+                "cpu",
+                "--dtype",
+                "float32",
+                "--peer",
+                "speculators",
+                "--repeats",
+                "1",
+            ]
+        )
+        == 2
+    )
     assert "install its wheel" in capsys.readouterr().err
 
 
 def test_attention(capsys, tmp_path):
-    result, text = run(capsys, tmp_path / "a.json", "attention", *options(TINY), "--backends", "sdpa,sdpa_chunked",
-                       "--repeats", "2")
+    result, text = run(
+        capsys, tmp_path / "a.json", "attention", *options(TINY), "--backends", "sdpa,sdpa_chunked", "--repeats", "2"
+    )
     assert [r["backend"] for r in result["results"]] == ["sdpa", "sdpa_chunked"]
     for row in result["results"]:
         for name, flops in (("forward", row["visible_flops"]), ("both", 3.5 * row["visible_flops"])):
@@ -222,9 +293,38 @@ def test_visible_pairs_counts_the_mask():
 
 def test_target(capsys, tmp_path):
     pytest.importorskip("transformers.models.qwen3_5")
-    words = ["--tokens", "48", "--document", "20", "--layers", "4", "--depth", "8", "--captured", "2", "--hidden", "32",
-             "--intermediate", "48", "--heads", "2", "--kv-heads", "1", "--head-dim", "32", "--linear-key-heads", "1",
-             "--linear-value-heads", "2", "--linear-head-dim", "16", "--vocab", "96", "--repeats", "2"]
+    words = [
+        "--tokens",
+        "48",
+        "--document",
+        "20",
+        "--layers",
+        "4",
+        "--depth",
+        "8",
+        "--captured",
+        "2",
+        "--hidden",
+        "32",
+        "--intermediate",
+        "48",
+        "--heads",
+        "2",
+        "--kv-heads",
+        "1",
+        "--head-dim",
+        "32",
+        "--linear-key-heads",
+        "1",
+        "--linear-value-heads",
+        "2",
+        "--linear-head-dim",
+        "16",
+        "--vocab",
+        "96",
+        "--repeats",
+        "2",
+    ]
     result, text = run(capsys, tmp_path / "t.json", "target", *words)
     (row,) = result["results"]  # the fast capture needs the kernels
     assert row["tokens_per_second"] == pytest.approx(48 / row["seconds_median"] / 2)  # half of the depth was run
@@ -240,8 +340,18 @@ def test_target_that_is_loaded(capsys, tmp_path):
     assert row["matmul_flops_per_second"] == pytest.approx(2 * weights * 48 / row["seconds_median"])
     assert row["host_seconds"] == row["seconds_median"] and result["model"] == "random:tiny@2"
     assert "dense with plain capture (cpu has no Triton), 2 layers" in text
-    own = {"tokens": 48, "document": 20, "layers": 2, "depth": 2, "captured": 2, "hidden": 64, "intermediate": 96,
-           "heads": 4, "kv_heads": 2, "head_dim": 16}
+    own = {
+        "tokens": 48,
+        "document": 20,
+        "layers": 2,
+        "depth": 2,
+        "captured": 2,
+        "hidden": 64,
+        "intermediate": 96,
+        "heads": 4,
+        "kv_heads": 2,
+        "head_dim": 16,
+    }
     assert own.items() <= result["shape"].items()
     assert {result["shape"][name] for name in ("linear_key_heads", "linear_value_heads", "linear_head_dim")} == {None}
 
@@ -264,8 +374,9 @@ def test_host_seconds_are_the_median_of_calls_into_an_empty_stream(monkeypatch):
 @pytest.mark.parametrize("soft", [True, False])
 def test_matmul_flops_are_what_torch_counts(soft):
     """The plain step leaves unsupervised rows out of the head; everything else is counted slot by slot."""
-    drafter = make_drafter(TINY, make_head(TINY, CPU, torch.float32), CPU, torch.float32, fast_path=False,
-                           attention_backend="sdpa")
+    drafter = make_drafter(
+        TINY, make_head(TINY, CPU, torch.float32), CPU, torch.float32, fast_path=False, attention_backend="sdpa"
+    )
     inputs = make_inputs(TINY, CPU, torch.float32)
     with FlopCounterMode(display=False) as counter:
         drafter(**inputs.arguments, use_soft_labels=soft)[0].backward()

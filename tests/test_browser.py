@@ -103,10 +103,12 @@ def steps(path: Path) -> int:
 
 def test_background_training_moves_pauses_resumes_reconnects_and_stops(folder, open_notebook):
     write_notebook(
-        folder / "background.ipynb", "steps: int = 3000\nrun_id: str = 'background'", LOOP,
+        folder / "background.ipynb",
+        "steps: int = 3000\nrun_id: str = 'background'",
+        LOOP,
         "job = BackgroundRun(run, train, worker='drafter[1]').start()\ndashboard = LiveDashboard(run.path).start()",
         "print('a later cell ran meanwhile')",
-    )  # fmt: skip
+    )
     run = folder / "runs" / "background"
     book = open_notebook("background.ipynb")
     book.run_all()
@@ -150,9 +152,11 @@ def test_background_training_moves_pauses_resumes_reconnects_and_stops(folder, o
 
 def test_buttons_reach_a_cell_that_is_still_training(folder, open_notebook):
     write_notebook(
-        folder / "foreground.ipynb", "steps: int = 3000\nrun_id: str = 'foreground'", LOOP,
+        folder / "foreground.ipynb",
+        "steps: int = 3000\nrun_id: str = 'foreground'",
+        LOOP,
         "with LiveDashboard(run.path):\n    print(train(RunControl(run.path, run.metrics)))\nrun.end('interrupted')",
-    )  # fmt: skip
+    )
     run = folder / "runs" / "foreground"
     book = open_notebook("foreground.ipynb")
     book.run_all()
@@ -180,11 +184,13 @@ def test_buttons_reach_a_cell_that_is_still_training(folder, open_notebook):
 
 def test_a_failure_in_the_cell_leaves_the_plot_and_the_traceback(folder, open_notebook):
     write_notebook(
-        folder / "failing.ipynb", "steps: int = 3000\nrun_id: str = 'failing'", LOOP,
+        folder / "failing.ipynb",
+        "steps: int = 3000\nrun_id: str = 'failing'",
+        LOOP,
         "with LiveDashboard(run.path):\n    for step in range(1, 30):\n"
         "        write_step(run, rng, step, 30, 2, 7, t=time.time())\n        time.sleep(0.1)\n"
         "    raise ValueError('this run was meant to fail')",
-    )  # fmt: skip
+    )
     book = open_notebook("failing.ipynb")
     book.run_all()
     book.wait(lambda: book.sees("this run was meant to fail"), 120, "the traceback is in the cell")
@@ -198,9 +204,10 @@ def test_an_untrusted_notebook_still_shows_an_image(folder, open_notebook, tmp_p
     import papermill
 
     path = write_notebook(
-        tmp_path / "n.ipynb", "folder: str = ''", f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
-        "from dflash.views.dashboard import show_run; _ = show_run(folder)",
-    )  # fmt: skip
+        tmp_path / "n.ipynb",
+        "folder: str = ''",
+        f"import sys; sys.path.insert(0, {str(ROOT)!r})\nfrom dflash.views.dashboard import show_run; _ = show_run(folder)",
+    )
     made = write_run(tmp_path, "r", steps=30)
     out = folder / "untrusted.ipynb"
     papermill.execute_notebook(str(path), str(out), parameters={"folder": str(made)}, progress_bar=False)

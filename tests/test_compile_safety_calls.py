@@ -61,8 +61,13 @@ def test_uninstall_restores_torch():
 
     def state():
         symbolic = torch.fx._symbolic_trace
-        return (convert_frame.compile_lock, torch.fx.Tracer.trace, symbolic._Patcher.patch_method,
-                symbolic.is_fx_symbolic_tracing.__code__, torch.autograd._engine_run_backward)
+        return (
+            convert_frame.compile_lock,
+            torch.fx.Tracer.trace,
+            symbolic._Patcher.patch_method,
+            symbolic.is_fx_symbolic_tracing.__code__,
+            torch.autograd._engine_run_backward,
+        )
 
     before = state()
     with compile_safety.installed():

@@ -16,10 +16,7 @@ from dflash.diagnose.probes import run_probe
 from dflash.drafter import flex
 from dflash.drafter.masks import dense_mask, document_ids, sample_anchors, visibility
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
 @pytest.fixture(autouse=True)
@@ -116,8 +113,10 @@ def test_sealed_threads_with_backward_beside_a_tracing_loop():
     """3 threads x 300 warm forward and backward calls, a noise thread tracing, sealed: no error, equal gradients."""
     stop, traces = threading.Event(), [0]
     inputs = [(draw(4, rows, 64), draw(2, 512 + rows, 64), draw(2, 512 + rows, 64)) for rows in (128, 256, 512)]
-    masks = [flex.build_block_mask(pack(512, 16, q.shape[2] // 16, i), q.shape[2], k.shape[2], "cuda:0")
-             for i, (q, k, _) in enumerate(inputs)]
+    masks = [
+        flex.build_block_mask(pack(512, 16, q.shape[2] // 16, i), q.shape[2], k.shape[2], "cuda:0")
+        for i, (q, k, _) in enumerate(inputs)
+    ]
 
     def step(index: int) -> tuple:
         out = flex.compiled_flex_attention(*inputs[index], block_mask=masks[index], enable_gqa=True)

@@ -206,8 +206,9 @@ def test_the_seal_holds_in_every_thread():
         attention(q, k, v, block_mask=mask)
         other = case(192)
         with compile_safety.sealed():
-            errors = run_threads(lambda: attention(q, k, v, block_mask=mask),
-                                 lambda: attention(*other[:3], block_mask=other[3]))
+            errors = run_threads(
+                lambda: attention(q, k, v, block_mask=mask), lambda: attention(*other[:3], block_mask=other[3])
+            )
     assert errors[0] is None and isinstance(errors[1], SealedRecompileError)
 
 
@@ -252,8 +253,9 @@ def test_the_boundary_with_the_anchor_rule_small_queries_and_changing_packs():
     total, block, anchors = 256, 16, 8
     generator = torch.Generator().manual_seed(0)
     q_len, kv_len = anchors * block, 256 + anchors * block
-    q, k, v = (torch.randn(1, heads, length, 32, generator=generator)
-               for heads, length in ((4, q_len), (2, kv_len), (2, kv_len)))
+    q, k, v = (
+        torch.randn(1, heads, length, 32, generator=generator) for heads, length in ((4, q_len), (2, kv_len), (2, kv_len))
+    )
     graphs = None
     with compile_safety.installed(), torch.no_grad():
         for step in range(5):

@@ -57,16 +57,31 @@ class Replica:
         return loss
 
     def job(self, **kwargs) -> WarmupJob:
-        return WarmupJob(**{"device": "cpu", "step": self.step, "modules": [self.model, self.frozen],
-                            "optimizers": [self.optimizer], "generators": [self.generator],
-                            "stateful": [self.schedule], **kwargs})
+        return WarmupJob(
+            **{
+                "device": "cpu",
+                "step": self.step,
+                "modules": [self.model, self.frozen],
+                "optimizers": [self.optimizer],
+                "generators": [self.generator],
+                "stateful": [self.schedule],
+                **kwargs,
+            }
+        )
 
     def state(self) -> list:
         tensors = [t.clone() for t in (*self.model.state_dict().values(), *self.frozen.state_dict().values())]
         tensors += [value.clone() for entry in self.optimizer.state.values() for value in entry.values()]
         grads = [None if p.grad is None else p.grad.clone() for p in self.model.parameters()]
-        return [tensors, grads, self.optimizer.param_groups[0]["lr"], self.schedule.state_dict(),
-                self.generator.get_state(), torch.get_rng_state(), random.getstate()]
+        return [
+            tensors,
+            grads,
+            self.optimizer.param_groups[0]["lr"],
+            self.schedule.state_dict(),
+            self.generator.get_state(),
+            torch.get_rng_state(),
+            random.getstate(),
+        ]
 
 
 def same(a, b) -> bool:
@@ -141,8 +156,7 @@ def test_a_step_without_backward_is_no_warmup():
 
 def test_a_step_whose_shape_changes_cannot_be_sealed():
     replica, lengths = Replica(), iter(range(4, 20))
-    job = replica.job(step=lambda: replica.forward(torch.ones(next(lengths), 6), replica.model[0].weight)
-                      .sum().backward())
+    job = replica.job(step=lambda: replica.forward(torch.ones(next(lengths), 6), replica.model[0].weight).sum().backward())
     before = replica.state()
     with compile_safety.installed(), pytest.raises(WarmupError, match="another compilation"):
         compile_safety.warmup([job])

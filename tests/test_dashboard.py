@@ -141,8 +141,14 @@ def test_colours_are_distinguishable_and_legends_fit_on_one_line():
         return (high + 0.05) / (low + 0.05)
 
     assert len(set(SERIES)) == len(SERIES) and set(SERIES) <= {
-        "#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#56B4E9", "#8A8A8A",
-    }  # fmt: skip
+        "#0072B2",
+        "#D55E00",
+        "#009E73",
+        "#E69F00",
+        "#CC79A7",
+        "#56B4E9",
+        "#8A8A8A",
+    }
     for page in ("#FFFFFF", "#111111"):  # JupyterLab's two themes
         assert contrast(INK, page) > 4
         assert min(contrast(colour, page) for colour in SERIES) > 2
@@ -300,12 +306,14 @@ def test_an_executed_notebook_keeps_final_plots_in_the_right_cell(tmp_path, monk
     monkeypatch.setenv("BROWSER_PATH", "/nonexistent")
     monkeypatch.delenv("JPY_SESSION_NAME", raising=False)
     path = write_notebook(
-        tmp_path / "n.ipynb", "root: str = ''\nfolder: str = ''\nsteps: int = 3", LOOP,
+        tmp_path / "n.ipynb",
+        "root: str = ''\nfolder: str = ''\nsteps: int = 3",
+        LOOP,
         "dashboard = LiveDashboard(run.path).start()",
         "for step in range(1, steps + 1):\n    write_step(run, rng, step, steps, 1, 7, t=time.time())\n"
         "    print('step', step)",
         "run.end('completed', step=steps)\ndashboard.stop()\nassert dashboard.error is None, dashboard.error",
-    )  # fmt: skip
+    )
     run_papermill(path, tmp_path / "out.ipynb", root=ROOT, folder=str(tmp_path), steps=12)
     executed = nbformat.read(tmp_path / "out.ipynb", as_version=4)
     start = next(i for i, c in enumerate(executed.cells) if "LiveDashboard(run.path).start()" in c.source)
@@ -322,14 +330,15 @@ def test_ten_thousand_steps_leave_a_small_notebook_with_its_last_line(tmp_path, 
     """Case 52: the notebook stays below 5 MB, its last line is there, and the whole log is in a file."""
     monkeypatch.delenv("JPY_SESSION_NAME", raising=False)
     path = write_notebook(
-        tmp_path / "n.ipynb", "root: str = ''\nfolder: str = ''\nsteps: int = 3", LOOP + "from dflash.launch.background "
-        "import BackgroundRun",
+        tmp_path / "n.ipynb",
+        "root: str = ''\nfolder: str = ''\nsteps: int = 3",
+        LOOP + "from dflash.launch.background import BackgroundRun",
         "def work(control):\n    for step in range(1, steps + 1):\n"
         "        write_step(run, rng, step, steps, 1, 7, t=time.time())\n"
         "        print(f'\\rstep {step}', end='' if step % 5 else '\\n')\n",
         "with LiveDashboard(run.path):\n    BackgroundRun(run, work, worker='main').start().wait()",
         "print('the last line')",
-    )  # fmt: skip
+    )
     run_papermill(path, tmp_path / "out.ipynb", root=ROOT, folder=str(tmp_path), steps=10_000)
     assert (tmp_path / "out.ipynb").stat().st_size < 5e6
     found = outputs(tmp_path / "out.ipynb")
@@ -343,7 +352,8 @@ def test_eight_workers_log_in_order_while_other_cells_run(tmp_path, monkeypatch)
     """Case 53: lines in order in the log and in the panel; no worker line in a cell; the exception in the cell."""
     monkeypatch.delenv("JPY_SESSION_NAME", raising=False)
     path = write_notebook(
-        tmp_path / "n.ipynb", "root: str = ''\nfolder: str = ''\nsteps: int = 3",
+        tmp_path / "n.ipynb",
+        "root: str = ''\nfolder: str = ''\nsteps: int = 3",
         LOOP + "from dflash.launch.background import BackgroundRun\nfrom dflash.runs.worker_log import worker_output\n",
         "def one(name):\n    with worker_output(run.metrics, name, run.path / 'logs'):\n"
         "        for n in range(steps):\n            print(f'line {n}'); time.sleep(0.02)\n"
@@ -351,9 +361,10 @@ def test_eight_workers_log_in_order_while_other_cells_run(tmp_path, monkeypatch)
         "    [t.start() for t in threads]; [t.join() for t in threads]\n"
         "    raise RuntimeError('worker 3 gave up')\n",
         "dashboard = LiveDashboard(run.path).start()\njob = BackgroundRun(run, work, worker='launcher').start()",
-        "print('cell A'); time.sleep(0.3)", "print('cell B'); time.sleep(0.3)",
+        "print('cell A'); time.sleep(0.3)",
+        "print('cell B'); time.sleep(0.3)",
         "try:\n    job.wait()\nfinally:\n    dashboard.stop()",
-    )  # fmt: skip
+    )
     import papermill
 
     with pytest.raises(papermill.PapermillExecutionError, match="worker 3 gave up"):
@@ -369,5 +380,10 @@ def test_eight_workers_log_in_order_while_other_cells_run(tmp_path, monkeypatch)
 
 def test_durations_read_well():
     assert [duration(s) for s in (0.44, 42, 60, 95, 3720, None)] == [
-        "0.4 s", "42 s", "1 min", "1 min 35 s", "1 h 02 min", "unknown",
-    ]  # fmt: skip
+        "0.4 s",
+        "42 s",
+        "1 min",
+        "1 min 35 s",
+        "1 h 02 min",
+        "unknown",
+    ]

@@ -17,8 +17,13 @@ def write(path, rows):
 
 
 def written_row(tokenizer, text="hello", **more):
-    return {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": text}],
-            "prompt_ids": [1, 50, 51], "response_ids": ids_of(tokenizer, text) + [2], "finish_reason": "stop", **more}
+    return {
+        "messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": text}],
+        "prompt_ids": [1, 50, 51],
+        "response_ids": ids_of(tokenizer, text) + [2],
+        "finish_reason": "stop",
+        **more,
+    }
 
 
 def test_ready_ids_are_kept_verbatim(tmp_path):
@@ -61,8 +66,7 @@ def test_an_answer_cut_by_length_does_not_teach_an_end_token(tmp_path):
     rows = [{"messages": written_row(tokenizer)["messages"], "finish_reason": reason} for reason in ("stop", "length")]
     (stopped, cut), _ = load_conversations(write(tmp_path / "a.jsonl", rows), tokenizer, 64)
     assert sum(stopped.loss_mask) == 6 and sum(cut.loss_mask) == 5
-    assert [token for token, kept in zip(cut.input_ids, cut.loss_mask, strict=True) if kept] == ids_of(tokenizer,
-                                                                                                     "hello")
+    assert [token for token, kept in zip(cut.input_ids, cut.loss_mask, strict=True) if kept] == ids_of(tokenizer, "hello")
 
 
 def test_cache_is_keyed_by_length_tokenizer_template_and_content(tmp_path):
@@ -79,8 +83,12 @@ def test_cache_is_keyed_by_length_tokenizer_template_and_content(tmp_path):
 
     first, state = load(tokenizer, 48)
     assert state == "written"
-    variants = [load(tokenizer, 64), load(other, 48), load(tokenizer, 48, template=NO_END),
-                load(tokenizer, 48, use_ids=False)]
+    variants = [
+        load(tokenizer, 64),
+        load(other, 48),
+        load(tokenizer, 48, template=NO_END),
+        load(tokenizer, 48, use_ids=False),
+    ]
     assert [state for _, state in variants] == ["written"] * 4
     assert len(variants[0][0][0]) == 64 and variants[1][0][0].input_ids != first[0].input_ids
     assert variants[2][0][0].input_ids != first[0].input_ids

@@ -26,8 +26,11 @@ def documents(packs):
     for pack in packs:
         at = 0
         for size in pack.lengths.tolist():
-            yield (tuple(pack.input_ids[at: at + size].tolist()), tuple(pack.loss_mask[at: at + size].tolist()),
-                   pack.position_ids[at: at + size].tolist())
+            yield (
+                tuple(pack.input_ids[at : at + size].tolist()),
+                tuple(pack.loss_mask[at : at + size].tolist()),
+                pack.position_ids[at : at + size].tolist(),
+            )
             at += size
 
 
@@ -81,14 +84,20 @@ def test_a_stream_gives_the_same_documents():
 def test_batch_has_the_drafters_shapes():
     batch = make_packs(many(), 64)[0].batch()
     assert {name: tuple(value.shape) for name, value in batch.items() if name != "lengths"} == {
-        "input_ids": (1, 64), "loss_mask": (1, 64), "position_ids": (1, 64)}
+        "input_ids": (1, 64),
+        "loss_mask": (1, 64),
+        "position_ids": (1, 64),
+    }
     assert batch["lengths"].dim() == 1
 
 
 def test_no_prompt_is_on_both_sides_and_more_data_moves_none():
     def chats(prompts):
-        return [Conversation([5, prompt, 7, reply, reply], [False, False, False, True, True])
-                for prompt in range(prompts) for reply in (1, 2)]
+        return [
+            Conversation([5, prompt, 7, reply, reply], [False, False, False, True, True])
+            for prompt in range(prompts)
+            for reply in (1, 2)
+        ]
 
     train, held = split_held_out(chats(200), 0.2)
     sides = [{item.input_ids[1] for item in part} for part in (train, held)]

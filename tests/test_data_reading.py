@@ -14,8 +14,12 @@ from dflash.errors import DataError
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]}
 SHAREGPT = {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}]}
-PARTS = {"messages": [{"role": "user", "content": [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]},
-                      {"role": "assistant", "content": "hello"}]}
+PARTS = {
+    "messages": [
+        {"role": "user", "content": [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]},
+        {"role": "assistant", "content": "hello"},
+    ]
+}
 
 
 def write(path, rows):
@@ -116,13 +120,25 @@ def test_no_assistant_turn_is_an_error_alone_and_counted_beside_others(tmp_path)
     lone = {"messages": [{"role": "user", "content": "hi"}]}
     with pytest.raises(DataError, match=r"none of the 1 conversations .* can be used: no assistant turn \(1\)"):
         load(write(tmp_path / "a.jsonl", [lone]))
-    conversations, report = load(write(tmp_path / "b.jsonl", [lone, CHAT, {"text": "x"}, {"messages": [
-        {"role": "narrator", "content": "x"}]}, {"messages": [*CHAT["messages"][:1], {
-            "role": "assistant", "content": [{"type": "image"}]}]}]))
+    conversations, report = load(
+        write(
+            tmp_path / "b.jsonl",
+            [
+                lone,
+                CHAT,
+                {"text": "x"},
+                {"messages": [{"role": "narrator", "content": "x"}]},
+                {"messages": [*CHAT["messages"][:1], {"role": "assistant", "content": [{"type": "image"}]}]},
+            ],
+        )
+    )
     assert len(conversations) == 1 and conversations[0].source_index == 1
     assert report.rows == 5 and report.skipped == {
-        "no assistant turn": 1, "no messages, conversations or token ids": 1, "unknown role 'narrator'": 1,
-        "content that is not text": 1}
+        "no assistant turn": 1,
+        "no messages, conversations or token ids": 1,
+        "unknown role 'narrator'": 1,
+        "content that is not text": 1,
+    }
     assert ["unknown", "role", "'narrator'", "1"] in [line.split() for line in report.table().splitlines()]
 
 

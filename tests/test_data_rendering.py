@@ -44,8 +44,9 @@ def pieces(tokenizer, *parts):
 @pytest.mark.parametrize("template", [CHATML, TAGGED], ids=["stock", "generation tags"])
 def test_one_turn_is_the_answer_plus_its_end_token(template):
     tokenizer = chat_tokenizer(template)
-    wanted = pieces(tokenizer, ("<|begin|>user\nHow?<|end|>\n<|begin|>assistant\n", False), ("Like so.<|end|>", True),
-                    ("\n", False))
+    wanted = pieces(
+        tokenizer, ("<|begin|>user\nHow?<|end|>\n<|begin|>assistant\n", False), ("Like so.<|end|>", True), ("\n", False)
+    )
     assert ChatRenderer(tokenizer)([user("How?"), answer("Like so.")]) == wanted
 
 
@@ -53,50 +54,77 @@ def test_every_turn_is_marked_and_an_answer_that_echoes_its_question_is_not_conf
     tokenizer = chat_tokenizer()
     chat = [{"role": "system", "content": "ok"}, user("ok"), answer("ok"), user("assistant"), answer("assistant")]
     wanted = pieces(
-        tokenizer, ("<|begin|>system\nok<|end|>\n<|begin|>user\nok<|end|>\n<|begin|>assistant\n", False),
-        ("ok<|end|>", True), ("\n<|begin|>user\nassistant<|end|>\n<|begin|>assistant\n", False),
-        ("assistant<|end|>", True), ("\n", False))
+        tokenizer,
+        ("<|begin|>system\nok<|end|>\n<|begin|>user\nok<|end|>\n<|begin|>assistant\n", False),
+        ("ok<|end|>", True),
+        ("\n<|begin|>user\nassistant<|end|>\n<|begin|>assistant\n", False),
+        ("assistant<|end|>", True),
+        ("\n", False),
+    )
     assert ChatRenderer(tokenizer)(chat) == wanted
 
 
 def test_thinking_chat_equals_the_whole_render_and_marks_only_what_is_in_it():
     tokenizer = chat_tokenizer(THINKING)
-    chat = [user("a"), answer("one", "first thought"), user("b"), answer("two", "one more"), user("c"),
-            answer("three", "three or four")]
+    chat = [
+        user("a"),
+        answer("one", "first thought"),
+        user("b"),
+        answer("two", "one more"),
+        user("c"),
+        answer("three", "three or four"),
+    ]
     ids, mask = ChatRenderer(tokenizer)(chat)
     assert (ids, mask) == pieces(
-        tokenizer, ("<|begin|>user\na<|end|>\n<|begin|>assistant\n", False), ("one<|end|>", True),
-        ("\n<|begin|>user\nb<|end|>\n<|begin|>assistant\n", False), ("two<|end|>", True),
+        tokenizer,
+        ("<|begin|>user\na<|end|>\n<|begin|>assistant\n", False),
+        ("one<|end|>", True),
+        ("\n<|begin|>user\nb<|end|>\n<|begin|>assistant\n", False),
+        ("two<|end|>", True),
         ("\n<|begin|>user\nc<|end|>\n<|begin|>assistant\n", False),
-        ("<think>\nthree or four\n</think>\n\nthree<|end|>", True), ("\n", False))
+        ("<think>\nthree or four\n</think>\n\nthree<|end|>", True),
+        ("\n", False),
+    )
     assert ids == tokenizer(tokenizer.apply_chat_template(chat, tokenize=False))["input_ids"]
 
 
 def test_an_empty_thought_that_the_template_puts_in_is_not_the_assistants():
     tokenizer = chat_tokenizer(THINKING)
     assert ChatRenderer(tokenizer)([user("a"), answer("b")]) == pieces(
-        tokenizer, ("<|begin|>user\na<|end|>\n<|begin|>assistant\n<think>\n\n</think>\n\n", False),
-        ("b<|end|>", True), ("\n", False))
+        tokenizer,
+        ("<|begin|>user\na<|end|>\n<|begin|>assistant\n<think>\n\n</think>\n\n", False),
+        ("b<|end|>", True),
+        ("\n", False),
+    )
 
 
 def test_a_thought_inside_the_content_is_marked_with_the_answer():
     tokenizer = chat_tokenizer()
     assert ChatRenderer(tokenizer)([user("a"), answer("<think>b</think>b")]) == pieces(
-        tokenizer, ("<|begin|>user\na<|end|>\n<|begin|>assistant\n", False), ("<think>b</think>b<|end|>", True),
-        ("\n", False))
+        tokenizer,
+        ("<|begin|>user\na<|end|>\n<|begin|>assistant\n", False),
+        ("<think>b</think>b<|end|>", True),
+        ("\n", False),
+    )
 
 
 def test_a_template_without_generation_prompt_does_not_put_the_header_into_the_mask():
     tokenizer = chat_tokenizer(NO_PROMPT)
     assert ChatRenderer(tokenizer)([user("a"), answer("assistant")]) == pieces(
-        tokenizer, ("<|begin|>user\na<|end|>\n<|begin|>assistant\n", False), ("assistant<|end|>", True), ("\n", False))
+        tokenizer, ("<|begin|>user\na<|end|>\n<|begin|>assistant\n", False), ("assistant<|end|>", True), ("\n", False)
+    )
 
 
 def test_a_template_without_end_token_marks_the_answer_alone():
     tokenizer = chat_tokenizer(NO_END)
     assert ChatRenderer(tokenizer)([user("a"), answer("b"), user("c"), answer("d")]) == pieces(
-        tokenizer, ("user: a\nassistant: ", False), ("b", True), ("\nuser: c\nassistant: ", False), ("d", True),
-        ("\n", False))
+        tokenizer,
+        ("user: a\nassistant: ", False),
+        ("b", True),
+        ("\nuser: c\nassistant: ", False),
+        ("d", True),
+        ("\n", False),
+    )
 
 
 @pytest.mark.parametrize(("template", "kind"), [(TAGS_AROUND_NOTHING, "no token"), (TAGS_AROUND_ALL, "every token")])
@@ -135,6 +163,9 @@ def test_any_chat_is_marked_as_put_together_by_hand(turns):
     chat, parts = [], []
     for question, reply in turns:
         chat += [user(question), answer(reply)]
-        parts += [(f"<|begin|>user\n{question}<|end|>\n<|begin|>assistant\n", False), (f"{reply}<|end|>", True),
-                  ("\n", False)]
+        parts += [
+            (f"<|begin|>user\n{question}<|end|>\n<|begin|>assistant\n", False),
+            (f"{reply}<|end|>", True),
+            ("\n", False),
+        ]
     assert ChatRenderer(tokenizer)(chat) == pieces(tokenizer, *parts)

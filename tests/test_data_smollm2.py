@@ -32,8 +32,9 @@ def test_written_ids_are_kept_where_text_does_not_come_back_to_them(smollm2, row
     assert lost == 106
     conversations, report = load_conversations(FILE, tokenizer, 512)
     assert report.kept_ids == report.conversations == 600 and report.truncated == 0
-    assert all(item.input_ids == row["prompt_ids"] + row["response_ids"]
-               for item, row in zip(conversations, rows, strict=True))
+    assert all(
+        item.input_ids == row["prompt_ids"] + row["response_ids"] for item, row in zip(conversations, rows, strict=True)
+    )
 
 
 def test_tokenized_again_the_mask_is_the_answer_and_its_end_token(smollm2, rows):

@@ -22,12 +22,21 @@ def result(name: str, protected: bool, verdict: str) -> ProbeResult:
 
 def page(**changes) -> dict:
     base = {
-        "python": "3.11", "executable": "python", "platform": "linux", "cpu_cores": 2, "packages": {"torch": "2.13.0"},
-        "cuda_build": None, "gpus": [], "compile_cache": {"path": "/c", "state": "empty", "files": 0, "bytes": 0,
-                                                          "writable": True},
-        "environment": dict.fromkeys(doctor.VARIABLES), "probes": [], "flex": {"cpu": {"ok": True, "detail": "fine"}},
-        "overhead_us": 4.0, "linear_attention": {"flash-linear-attention": False, "causal-conv1d": False},
-        "safe": True, "advice": [],
+        "python": "3.11",
+        "executable": "python",
+        "platform": "linux",
+        "cpu_cores": 2,
+        "packages": {"torch": "2.13.0"},
+        "cuda_build": None,
+        "gpus": [],
+        "compile_cache": {"path": "/c", "state": "empty", "files": 0, "bytes": 0, "writable": True},
+        "environment": dict.fromkeys(doctor.VARIABLES),
+        "probes": [],
+        "flex": {"cpu": {"ok": True, "detail": "fine"}},
+        "overhead_us": 4.0,
+        "linear_attention": {"flash-linear-attention": False, "causal-conv1d": False},
+        "safe": True,
+        "advice": [],
     }
     return {**base, **changes}
 
@@ -67,7 +76,8 @@ def test_a_crash_keeps_its_output(tmp_path):
 def test_a_child_that_died_says_of_what_and_where(tmp_path):
     (tmp_path / "dead.py").write_text(
         "import ctypes, threading\ndef deadly():\n    ctypes.string_at(0)\n"
-        "thread = threading.Thread(target=deadly)\nthread.start()\nthread.join()\n")
+        "thread = threading.Thread(target=deadly)\nthread.start()\nthread.join()\n"
+    )
     done = run_isolated("dead", [], limit=20.0, env={"PYTHONPATH": str(tmp_path)})
     assert done.death.startswith("killed by SIGSEGV: Segmentation fault, in string_at")
     assert "deadly (dead.py:3)" in done.death and str(tmp_path) not in done.death
@@ -76,14 +86,18 @@ def test_a_child_that_died_says_of_what_and_where(tmp_path):
 def test_each_run_has_an_empty_compile_cache(tmp_path):
     (tmp_path / "where.py").write_text(
         "import json, os\nfolder = os.environ['TORCHINDUCTOR_CACHE_DIR']\n"
-        "print('RESULT ' + json.dumps({'folder': folder, 'there': os.path.exists(folder)}))\n")
+        "print('RESULT ' + json.dumps({'folder': folder, 'there': os.path.exists(folder)}))\n"
+    )
     values = [run_isolated("where", [], 20.0, env={"PYTHONPATH": str(tmp_path)}).value for _ in range(2)]
     assert values[0]["folder"] != values[1]["folder"] and not values[0]["there"]
 
 
 def test_the_verdict_is_unsafe_when_protection_does_not_help():
-    good = [result("fx_flag_race", False, "fault"), result("fx_flag_race", True, "clean"),
-            result("lazy_backward_deadlock", True, "skipped")]
+    good = [
+        result("fx_flag_race", False, "fault"),
+        result("fx_flag_race", True, "clean"),
+        result("lazy_backward_deadlock", True, "skipped"),
+    ]
     assert doctor.judge(page(), good)[0]
     for verdict in ("fault", "hang", "error"):
         safe, advice = doctor.judge(page(), [*good, result("warm_cache_still_races", True, verdict)])
@@ -98,21 +112,37 @@ def test_advice_names_what_to_change():
     cache = {"path": "/c", "state": "empty", "files": 0, "bytes": 0, "writable": False}
     shown = page(environment=environment, gpus=[gpu], compile_cache=cache)
     advice = " ".join(doctor.judge(shown, [result("fx_flag_race", False, "fault")])[1])
-    for expected in ("unset TORCH_COMPILE_DISABLE", "expandable_segments:True", "TORCHINDUCTOR_CACHE_DIR",
-                     "flash-linear-attention", "never start drafter threads unprotected"):
+    for expected in (
+        "unset TORCH_COMPILE_DISABLE",
+        "expandable_segments:True",
+        "TORCHINDUCTOR_CACHE_DIR",
+        "flash-linear-attention",
+        "never start drafter threads unprotected",
+    ):
         assert expected in advice
 
 
 def test_the_page_shows_everything(monkeypatch, capsys):
-    shown = [result(name, protected, "fault" if not protected else "clean")
-             for name in probes.PROBES for protected in (False, True)]
+    shown = [
+        result(name, protected, "fault" if not protected else "clean")
+        for name in probes.PROBES
+        for protected in (False, True)
+    ]
     monkeypatch.setattr(doctor, "run_probes", lambda **kwargs: shown)
     monkeypatch.setattr(doctor, "flex_compiles", lambda **kwargs: {"cpu": {"ok": True, "detail": "forward"}})
     monkeypatch.setattr(doctor, "_measured_overhead", lambda limit: 4.2)
     assert doctor_command.main(argparse.Namespace(json=False, quick=True)) == 0
     text = capsys.readouterr().out
-    for expected in ("torch  ", "compile cache:", "fx_flag_race", "foreign_trace_breaks_modules", "4.2 us",
-                     "verdict: a protected run is safe here", "unset: ", "flex_attention compiled on cpu: yes"):
+    for expected in (
+        "torch  ",
+        "compile cache:",
+        "fx_flag_race",
+        "foreign_trace_breaks_modules",
+        "4.2 us",
+        "verdict: a protected run is safe here",
+        "unset: ",
+        "flex_attention compiled on cpu: yes",
+    ):
         assert expected in text
     shown[1] = result(probes.PROBES[0], True, "hang")
     assert doctor_command.main(argparse.Namespace(json=True, quick=True)) == 1
@@ -137,13 +167,16 @@ def test_protection_costs_less_than_twenty_microseconds():
     assert min(measure_gate_overhead(calls=500, rounds=7)["overhead_us"] for _ in range(3)) < 20
 
 
-@pytest.mark.parametrize("value, hung, outcome", [
-    ({"errors": [], "mismatches": [], "timeline": []}, False, "ok"),
-    ({"errors": ["thread 0: RuntimeError"], "mismatches": [], "timeline": []}, False, "error"),
-    ({"errors": [], "mismatches": ["thread 1: outputs differ"], "timeline": []}, False, "mismatch"),
-    (None, True, "hang"),
-    (None, False, "crash"),
-])
+@pytest.mark.parametrize(
+    "value, hung, outcome",
+    [
+        ({"errors": [], "mismatches": [], "timeline": []}, False, "ok"),
+        ({"errors": ["thread 0: RuntimeError"], "mismatches": [], "timeline": []}, False, "error"),
+        ({"errors": [], "mismatches": ["thread 1: outputs differ"], "timeline": []}, False, "mismatch"),
+        (None, True, "hang"),
+        (None, False, "crash"),
+    ],
+)
 def test_a_cold_launch_counts_each_outcome(monkeypatch, value, hung, outcome):
     run = IsolatedResult(value, hung, None if hung else 0, 1.0, "output")
     monkeypatch.setattr(coldrun, "run_isolated", lambda *args, **kwargs: run)

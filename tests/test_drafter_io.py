@@ -11,8 +11,16 @@ from dflash.drafter.model import DFlashDrafter
 from dflash.drafter.storage import load_drafter, save_drafter
 from dflash.errors import ConfigError, RunError
 
-CONFIG = dict(hidden_size=16, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=4,
-              intermediate_size=24, vocab_size=40, max_position_embeddings=64)
+CONFIG = dict(
+    hidden_size=16,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=4,
+    intermediate_size=24,
+    vocab_size=40,
+    max_position_embeddings=64,
+)
 
 
 def make_drafter(**changes):
@@ -23,8 +31,9 @@ def make_drafter(**changes):
 def stub_target(layer_ids=(0, 2), hidden=16):
     generator = torch.Generator().manual_seed(5)
     table = torch.randn(40, hidden, generator=generator)
-    return types.SimpleNamespace(layer_ids=list(layer_ids), embed_weight=table, head_weight=table + 1,
-                                 device=torch.device("cpu"))
+    return types.SimpleNamespace(
+        layer_ids=list(layer_ids), embed_weight=table, head_weight=table + 1, device=torch.device("cpu")
+    )
 
 
 @pytest.mark.parametrize("draft_vocab", [None, 7])

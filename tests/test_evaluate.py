@@ -45,8 +45,7 @@ def test_float32_text_is_exact(kind):
         assert result.tokens == 24 and result.seconds > 0 and result.plain_seconds > 0
         assert sum(result.gains) == 23 and len(result.chunks) == result.target_calls + 1
     assert summary["acceptance_length"] == 69 / sum(result.target_calls for result in results)
-    assert summary["speedup"] == pytest.approx(
-        sum(r.plain_seconds for r in results) / sum(r.seconds for r in results))
+    assert summary["speedup"] == pytest.approx(sum(r.plain_seconds for r in results) / sum(r.seconds for r in results))
 
 
 def test_a_decoder_that_keeps_a_wrong_draft_fails_with_its_margin(monkeypatch):
@@ -115,13 +114,16 @@ def test_chunks_of_text_join_to_the_whole():
 # -- thinking mode (case 49) --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("prompt, answer, mode", [
-    ("<|im_start|>assistant\n<think>\n", "", evaluation.THINKING),
-    ("<|im_start|>assistant\n", "<think>\nLet me", evaluation.THINKING),
-    ("<|im_start|>assistant\n<think>\n\n</think>\n\n", "Hello", evaluation.CLOSED),
-    ("<|im_start|>assistant\n", "Hello <think>", evaluation.PLAIN),
-    ("user: what does <think> mean?\nassistant\n", "It", evaluation.PLAIN),
-])
+@pytest.mark.parametrize(
+    "prompt, answer, mode",
+    [
+        ("<|im_start|>assistant\n<think>\n", "", evaluation.THINKING),
+        ("<|im_start|>assistant\n", "<think>\nLet me", evaluation.THINKING),
+        ("<|im_start|>assistant\n<think>\n\n</think>\n\n", "Hello", evaluation.CLOSED),
+        ("<|im_start|>assistant\n", "Hello <think>", evaluation.PLAIN),
+        ("user: what does <think> mean?\nassistant\n", "It", evaluation.PLAIN),
+    ],
+)
 def test_thinking_mode(prompt, answer, mode):
     assert thinking_mode(prompt, answer) == mode
 
@@ -171,8 +173,16 @@ def test_command_on_a_run(tmp_path, monkeypatch, capsys):
     saved = json.loads((run / "evaluation.json").read_text())
     assert len(saved["prompts"]) == 2 and saved["exact"] == 2 and saved["lossless"] is True
     assert len(saved["acceptance_by_slot"]) == 3 and len(saved["histogram"]) == 4 and saved["block_size"] == 4
-    assert set(saved["prompts"][0]) >= {"prompt", "chunks", "acceptance_length", "tokens", "target_calls", "seconds",
-                                        "plain_seconds", "exact"}
+    assert set(saved["prompts"][0]) >= {
+        "prompt",
+        "chunks",
+        "acceptance_length",
+        "tokens",
+        "target_calls",
+        "seconds",
+        "plain_seconds",
+        "exact",
+    }
     assert saved["held_out"]["blocks"] > 0 and saved["parity"]["agrees"] and saved["warnings"] == []
     assert saved["parity"]["largest_gap"] == 0
     assert (run / "evaluation.png").read_bytes().startswith(b"\x89PNG")
@@ -183,8 +193,24 @@ def test_command_on_a_drafter_with_prompts(tmp_path, monkeypatch, capsys):
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("how are you\nand now\n")
     out = tmp_path / "deep" / "out.json"
-    code = main(["evaluate", "--drafter", str(run / "checkpoints/step-00000002"), "--prompts", str(prompts), "--json",
-                 str(out), "--temperature", "0.7", "--max-new-tokens", "6", "--device", "cpu", "--no-plain"])
+    code = main(
+        [
+            "evaluate",
+            "--drafter",
+            str(run / "checkpoints/step-00000002"),
+            "--prompts",
+            str(prompts),
+            "--json",
+            str(out),
+            "--temperature",
+            "0.7",
+            "--max-new-tokens",
+            "6",
+            "--device",
+            "cpu",
+            "--no-plain",
+        ]
+    )
     assert code == 0
     saved = json.loads(out.read_text())
     assert saved["temperature"] == 0.7 and saved["speedup"] is None and saved["held_out"] is None
@@ -199,8 +225,10 @@ def test_thinking_mismatch_reaches_the_summary(tmp_path, monkeypatch):
     data.write_text("".join(json.dumps(row | {"response_ids": mark + row["response_ids"]}) + "\n" for row in rows))
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("how are you\n")
-    summary = evaluate(EvaluateOptions(run=str(run), prompts=str(prompts), max_new_tokens=4, device="cpu",
-                                       parity_responses=0), say=lambda text: None)
+    summary = evaluate(
+        EvaluateOptions(run=str(run), prompts=str(prompts), max_new_tokens=4, device="cpu", parity_responses=0),
+        say=lambda text: None,
+    )
     assert len(summary["warnings"]) == 1 and "--thinking on" in summary["warnings"][0]
     assert "WARNING" in table(summary)
 
@@ -210,15 +238,23 @@ def test_refusals(tmp_path):
         EvaluateOptions()
     with pytest.raises(ConfigError, match="at least 1"):
         EvaluateOptions(run="x", limit=0)
-    for name, value, wanted in (("temperature", -0.5, "at least 0"), ("temperature", float("nan"), "at least 0"),
-                                ("max_new_tokens", 0, "at least 1"), ("seed", 2**63, "between"),
-                                ("seed", -2**64, "between")):
+    for name, value, wanted in (
+        ("temperature", -0.5, "at least 0"),
+        ("temperature", float("nan"), "at least 0"),
+        ("max_new_tokens", 0, "at least 1"),
+        ("seed", 2**63, "between"),
+        ("seed", -(2**64), "between"),
+    ):
         with pytest.raises(ConfigError, match=f"{name} must be {wanted}"):
             EvaluateOptions(run="x", **{name: value})
     with pytest.raises(ConfigError, match="dtype must be one of"):
         dtype_named("float99")
-    for name, message in (("gpu", "no device 'gpu'"), ("cuda:77", "cuda:77 is not here, this machine has"),
-                          ("mps", "of type 'mps', and only cpu and cuda work"), ("meta", "of type 'meta'")):
+    for name, message in (
+        ("gpu", "no device 'gpu'"),
+        ("cuda:77", "cuda:77 is not here, this machine has"),
+        ("mps", "of type 'mps', and only cpu and cuda work"),
+        ("meta", "of type 'meta'"),
+    ):
         with pytest.raises(ConfigError, match=message):
             device_named(name)
     with pytest.raises(RunError, match="no run at"):

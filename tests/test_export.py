@@ -22,8 +22,9 @@ IDS = [50, 7, 3, 21, 33, 12, 44]  # a draft vocabulary, out of order
 
 
 def export(drafter, folder, layout, **options):
-    return export_drafter(drafter, folder, layout, "some/target", num_target_layers=4,
-                          architectures=["LlamaForCausalLM"], **options)
+    return export_drafter(
+        drafter, folder, layout, "some/target", num_target_layers=4, architectures=["LlamaForCausalLM"], **options
+    )
 
 
 def logits_of(drafter, seed=0):
@@ -94,8 +95,11 @@ def test_reloaded_ids_read_the_same_features(tmp_path, layout):
     assert torch.equal(again.capture(ids).all_hidden_states, features)
     # transformers numbers the embedding 0: z-lab reads hidden_states[id + 1], speculators hidden_states[id]
     config = json.loads((tmp_path / "x/config.json").read_text())
-    index = ([i + 1 for i in config["dflash_config"]["target_layer_ids"]] if layout == "zlab"
-             else config["aux_hidden_state_layer_ids"])
+    index = (
+        [i + 1 for i in config["dflash_config"]["target_layer_ids"]]
+        if layout == "zlab"
+        else config["aux_hidden_state_layer_ids"]
+    )
     streams = [embedded + sum(range(1, n + 1)) for n in range(5)]
     assert torch.allclose(torch.cat([streams[i] for i in index], -1), features[0])
 
@@ -119,8 +123,9 @@ def test_rope_base_is_found_in_either_layout(tmp_path, layout, keep):
     again = import_drafter(tmp_path / "x")
     assert again.config.rope_theta == 5e6
     position = torch.arange(40)
-    for ours, saved in zip(rotary_tables(position, 8, again.config.rope_theta), rotary_tables(position, 8, 5e6),
-                           strict=True):
+    for ours, saved in zip(
+        rotary_tables(position, 8, again.config.rope_theta), rotary_tables(position, 8, 5e6), strict=True
+    ):
         assert torch.equal(ours, saved)
 
 
@@ -196,9 +201,17 @@ def test_sliding_windows(tmp_path):
 def published_config():
     """The shape of a published z-lab config: block size inside, sliding layers causal by default."""
     return {
-        "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "hidden_size": 32, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 48, "vocab_size": 61,
-        "rope_parameters": {"rope_theta": 1e7, "rope_type": "default"}, "num_target_layers": 4,
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "intermediate_size": 48,
+        "vocab_size": 61,
+        "rope_parameters": {"rope_theta": 1e7, "rope_type": "default"},
+        "num_target_layers": 4,
         "dflash_config": {"block_size": 5, "mask_token_id": 60, "target_layer_ids": [0, 2]},
     }
 
@@ -221,16 +234,28 @@ def test_published_shards_and_prefix_are_read(tmp_path):
     assert all(torch.equal(again.state_dict()[n], v) for n, v in drafter.state_dict().items())
 
 
-@pytest.mark.parametrize("changes, words", [
-    ({"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 9}, "causal inside a block"),
-    ({"is_causal": True}, "causal"),
-    ({"attention_bias": True}, "biases"),
-    ({"hidden_act": "gelu"}, "activation is gelu"),
-    ({"rope_parameters": {"rope_theta": 1e7, "rope_type": "yarn", "factor": 4.0}}, "yarn"),
-    ({"rope_parameters": {"rope_theta": 1e7, "rope_type": "default", "partial_rotary_factor": 0.25}}, "only 0.25"),
-    ({"dflash_config": {"block_size": 5, "mask_token_id": 60, "target_layer_ids": [0, 2],
-                        "final_logit_softcapping": 20.0}}, "softcapping"),
-])
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 9}, "causal inside a block"),
+        ({"is_causal": True}, "causal"),
+        ({"attention_bias": True}, "biases"),
+        ({"hidden_act": "gelu"}, "activation is gelu"),
+        ({"rope_parameters": {"rope_theta": 1e7, "rope_type": "yarn", "factor": 4.0}}, "yarn"),
+        ({"rope_parameters": {"rope_theta": 1e7, "rope_type": "default", "partial_rotary_factor": 0.25}}, "only 0.25"),
+        (
+            {
+                "dflash_config": {
+                    "block_size": 5,
+                    "mask_token_id": 60,
+                    "target_layer_ids": [0, 2],
+                    "final_logit_softcapping": 20.0,
+                }
+            },
+            "softcapping",
+        ),
+    ],
+)
 def test_what_cannot_be_computed_is_refused_by_name(tmp_path, changes, words):
     folder = foreign(tmp_path / "p", random_drafter(tiny_target()), **changes)
     with pytest.raises(ConfigError, match=words):
@@ -268,15 +293,42 @@ def test_command_round_trip_and_dtype(tmp_path, capsys):
     save_drafter(drafter, tmp_path / "own", "some/target")
     run = ["export", "--num-target-layers", "4", "--target", str(tmp_path / "target")]
     target.model.save_pretrained(tmp_path / "target")
-    assert main([*run, "--drafter", str(tmp_path / "own"), "--format", "zlab", "--out", str(tmp_path / "z"),
-                 "--dtype", "bfloat16"]) == 0
-    assert main([*run, "--drafter", str(tmp_path / "z"), "--format", "speculators", "--out", str(tmp_path / "s"),
-                 "--verifier", "public/name"]) == 0
+    assert (
+        main(
+            [
+                *run,
+                "--drafter",
+                str(tmp_path / "own"),
+                "--format",
+                "zlab",
+                "--out",
+                str(tmp_path / "z"),
+                "--dtype",
+                "bfloat16",
+            ]
+        )
+        == 0
+    )
+    assert (
+        main(
+            [
+                *run,
+                "--drafter",
+                str(tmp_path / "z"),
+                "--format",
+                "speculators",
+                "--out",
+                str(tmp_path / "s"),
+                "--verifier",
+                "public/name",
+            ]
+        )
+        == 0
+    )
     assert main([*run, "--drafter", str(tmp_path / "s"), "--format", "dflash", "--out", str(tmp_path / "d")]) == 0
     assert "an id is the output of that layer" in capsys.readouterr().out
     config = json.loads((tmp_path / "s/config.json").read_text())
-    assert config["speculators_config"]["verifier"] == {"architectures": ["LlamaForCausalLM"],
-                                                        "name_or_path": "public/name"}
+    assert config["speculators_config"]["verifier"] == {"architectures": ["LlamaForCausalLM"], "name_or_path": "public/name"}
     assert config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 4
     last = load_drafter(tmp_path / "d")
     assert all(torch.equal(last.state_dict()[n], v.bfloat16()) for n, v in drafter.state_dict().items())

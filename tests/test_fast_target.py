@@ -22,9 +22,19 @@ from dflash.target.fast_kinds import obstacle
 from dflash.target.packed_attention import Documents, adapt, document_positions, packed_attention, varlen_call
 
 CPU = torch.device("cpu")
-SIZES = dict(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-             num_key_value_heads=2, head_dim=8, max_position_embeddings=512, bos_token_id=None, eos_token_id=None,
-             pad_token_id=0)
+SIZES = dict(
+    vocab_size=61,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    max_position_embeddings=512,
+    bos_token_id=None,
+    eos_token_id=None,
+    pad_token_id=0,
+)
 
 
 def model_target(name: str, **changes) -> Target:
@@ -36,37 +46,49 @@ def model_target(name: str, **changes) -> Target:
 # -- kinds -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "changes"), [
-    ("Llama", {}), ("Llama", {"attention_bias": True, "mlp_bias": True}), ("Qwen2", {}), ("Qwen3", {}),
-    ("Mistral", {"sliding_window": None}),
-    ("Llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}),
-])
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("Llama", {}),
+        ("Llama", {"attention_bias": True, "mlp_bias": True}),
+        ("Qwen2", {}),
+        ("Qwen3", {}),
+        ("Mistral", {"sliding_window": None}),
+        ("Llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}),
+    ],
+)
 def test_dense_targets_that_can_be_fast(name, changes):
     assert obstacle(model_target(name, **changes)) is None
 
 
-@pytest.mark.parametrize(("name", "changes", "words"), [
-    ("Mistral", {"sliding_window": 8}, "window of 8 tokens"),
-    ("Qwen3", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}, "sliding_attention"),
-    ("Llama", {"hidden_act": "gelu"}, "activation is gelu"),
-    ("Llama", {"head_dim": 12}, "heads of 12 features"),
-    ("Llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}}, "length of the row"),
-    ("Granite", {"residual_multiplier": 0.2}, "model type is granite"),
-    ("Gemma2", {}, "model type is gemma2"),
-])
+@pytest.mark.parametrize(
+    ("name", "changes", "words"),
+    [
+        ("Mistral", {"sliding_window": 8}, "window of 8 tokens"),
+        ("Qwen3", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}, "sliding_attention"),
+        ("Llama", {"hidden_act": "gelu"}, "activation is gelu"),
+        ("Llama", {"head_dim": 12}, "heads of 12 features"),
+        ("Llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}}, "length of the row"),
+        ("Granite", {"residual_multiplier": 0.2}, "model type is granite"),
+        ("Gemma2", {}, "model type is gemma2"),
+    ],
+)
 def test_what_would_be_computed_wrongly_stays_plain(name, changes, words):
     assert words in obstacle(model_target(name, **changes))
 
 
-@pytest.mark.parametrize(("change", "words"), [
-    (lambda t: setattr(t.decoder.layers[1].self_attn, "sinks", nn.Parameter(torch.zeros(4))), "layer 1 has sinks"),
-    (lambda t: setattr(t.decoder.layers[0], "post_feedforward_layernorm", nn.Identity()), "post_feedforward_layernorm"),
-    (lambda t: setattr(t.decoder, "wpe", nn.Embedding(4, 4)), "decoder has wpe"),
-    (lambda t: setattr(t.decoder.layers[0].self_attn, "q_proj", nn.Linear(32, 64)), "projects to (64, 16, 16)"),
-    (lambda t: setattr(t.decoder.layers[0].self_attn, "q_norm", nn.RMSNorm(32)), "q/k norms"),
-    (lambda t: delattr(t.decoder.layers[1].mlp, "up_proj"), "gated MLP"),
-    (lambda t: delattr(t.decoder, "rotary_emb"), "rotary"),
-])
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda t: setattr(t.decoder.layers[1].self_attn, "sinks", nn.Parameter(torch.zeros(4))), "layer 1 has sinks"),
+        (lambda t: setattr(t.decoder.layers[0], "post_feedforward_layernorm", nn.Identity()), "post_feedforward_layernorm"),
+        (lambda t: setattr(t.decoder, "wpe", nn.Embedding(4, 4)), "decoder has wpe"),
+        (lambda t: setattr(t.decoder.layers[0].self_attn, "q_proj", nn.Linear(32, 64)), "projects to (64, 16, 16)"),
+        (lambda t: setattr(t.decoder.layers[0].self_attn, "q_norm", nn.RMSNorm(32)), "q/k norms"),
+        (lambda t: delattr(t.decoder.layers[1].mlp, "up_proj"), "gated MLP"),
+        (lambda t: delattr(t.decoder, "rotary_emb"), "rotary"),
+    ],
+)
 def test_parts_that_the_fast_forward_does_not_know_are_refused(change, words):
     target = tiny_target("dense")
     assert obstacle(target) is None
@@ -131,12 +153,23 @@ def signatures(compute):
     def first(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False, return_aux=None):
         return compute(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, None, causal=is_causal)
 
-    def second(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None,
-               window_size=(-1, -1)):
+    def second(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1)):
         return compute(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale, causal=window_size == (-1, 0))
 
-    def third(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None,
-              window_size=(-1, -1), enable_gqa=False):
+    def third(
+        query,
+        key,
+        value,
+        cu_seq_q,
+        cu_seq_k,
+        max_q,
+        max_k,
+        *,
+        return_aux=None,
+        scale=None,
+        window_size=(-1, -1),
+        enable_gqa=False,
+    ):
         assert enable_gqa == (query.shape[1] != key.shape[1])
         return second(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale=scale, window_size=window_size)
 
@@ -240,8 +273,9 @@ def attaching(monkeypatch):
     return start
 
 
-@pytest.mark.parametrize(("varlen", "kept"), [(0.0, True), (1.0, False), (math.nan, False), (RuntimeError("no"), False),
-                                              (None, False)])
+@pytest.mark.parametrize(
+    ("varlen", "kept"), [(0.0, True), (1.0, False), (math.nan, False), (RuntimeError("no"), False), (None, False)]
+)
 def test_only_a_failing_varlen_call_is_left_out(attaching, varlen, kept):
     target = attaching(fake := Fake(0.0, varlen))
     assert attach(target) and target.fast is fake
@@ -249,8 +283,14 @@ def test_only_a_failing_varlen_call_is_left_out(attaching, varlen, kept):
     assert ", dense with fast capture, " in target.describe()
 
 
-@pytest.mark.parametrize(("loop", "words"), [(0.5, "differ from the plain forward's by 0.5"), (math.nan, "by nan"),
-                                             (ValueError("odd shape"), "ValueError: odd shape")])
+@pytest.mark.parametrize(
+    ("loop", "words"),
+    [
+        (0.5, "differ from the plain forward's by 0.5"),
+        (math.nan, "by nan"),
+        (ValueError("odd shape"), "ValueError: odd shape"),
+    ],
+)
 def test_a_failing_check_leaves_the_target_plain_and_says_why(attaching, loop, words):
     target = attaching(Fake(loop, 0.0))
     assert not attach(target)

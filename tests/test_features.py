@@ -111,7 +111,7 @@ def test_prepare_reports_progress():
 def test_key_follows_ids_and_document_borders_not_the_padding():
     pack = packs()[0]
     key = pack_key(pack)
-    pack.input_ids[pack.num_tokens:] = 7
+    pack.input_ids[pack.num_tokens :] = 7
     assert pack_key(pack) == key
     pack.lengths = torch.tensor([pack.num_tokens])
     assert pack_key(pack) != key

@@ -225,14 +225,33 @@ def test_count_of_corrected_columns():
 
 # -- in a drafter ------------------------------------------------------------------------------------------------------
 
-TINY = StepShape(tokens=64, anchors=8, block=4, captured=2, document=24, hidden=32, layers=2, heads=4, kv_heads=2,
-                 head_dim=16, intermediate=48, vocab=90)
+TINY = StepShape(
+    tokens=64,
+    anchors=8,
+    block=4,
+    captured=2,
+    document=24,
+    hidden=32,
+    layers=2,
+    heads=4,
+    kv_heads=2,
+    head_dim=16,
+    intermediate=48,
+    vocab=90,
+)
 
 
 def drafter_with(precision, **options):
     torch.manual_seed(0)
-    return make_drafter(TINY, make_head(TINY, CPU, torch.float32), CPU, torch.float32, attention_backend="sdpa",
-                        head_precision=precision, **options)
+    return make_drafter(
+        TINY,
+        make_head(TINY, CPU, torch.float32),
+        CPU,
+        torch.float32,
+        attention_backend="sdpa",
+        head_precision=precision,
+        **options,
+    )
 
 
 @pytest.mark.parametrize("soft", [False, True])
@@ -254,8 +273,9 @@ def test_the_quantized_head_is_no_weight_and_no_checkpoint():
     assert same.head_fp8 is None and same.head_codes.numel() == 0
     assert same.state_dict().keys() == fp8.state_dict().keys()
     assert [n for n, _ in same.named_parameters()] == [n for n, _ in fp8.named_parameters()]
-    torch.testing.assert_close(restored(fp8.lm_head).float(),
-                               fp8.head_fp8.codes[:90, :32].float() * fp8.head_fp8.scales[:90, None], rtol=0, atol=0)
+    torch.testing.assert_close(
+        restored(fp8.lm_head).float(), fp8.head_fp8.codes[:90, :32].float() * fp8.head_fp8.scales[:90, None], rtol=0, atol=0
+    )
     context = torch.randn(1, 5, 64)
     drafts = []
     for drafter in (same, fp8):  # decoding keeps the head's own dtype
@@ -280,8 +300,16 @@ def test_the_quantized_head_survives_casts_and_is_shared_by_replicas():
 
 
 def test_a_draft_vocabulary_quantizes_its_rows_alone():
-    config = create_drafter_config(num_draft_layers=1, hidden_size=32, num_attention_heads=2, num_key_value_heads=1,
-                                   head_dim=16, intermediate_size=48, vocab_size=90, draft_vocab_size=21)
+    config = create_drafter_config(
+        num_draft_layers=1,
+        hidden_size=32,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        intermediate_size=48,
+        vocab_size=90,
+        draft_vocab_size=21,
+    )
     drafter = DFlashDrafter(config, [0], 4, 4, 89, head_precision="fp8")
     table, ids = torch.randn(90, 32), torch.arange(0, 84, 4)
     drafter.load_target_head(table, table, ids)
@@ -375,8 +403,15 @@ def test_unknown_precisions_and_heads_are_refused_by_the_drafter():
         DFlashDrafter(TINY.config, [0], head_precision="int4", mask_token_id=1)
     with pytest.raises(ConfigError, match="head_precision must be same or fp8, got 'FP8'"):
         RunConfig.from_parameters(head_precision="FP8")
-    config = create_drafter_config(num_draft_layers=1, hidden_size=24, num_attention_heads=2, num_key_value_heads=1,
-                                   head_dim=8, intermediate_size=48, vocab_size=90)
+    config = create_drafter_config(
+        num_draft_layers=1,
+        hidden_size=24,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        intermediate_size=48,
+        vocab_size=90,
+    )
     drafter = DFlashDrafter(config, [0], mask_token_id=1, head_precision="fp8")
     with pytest.raises(ConfigError, match="the target's is 24"):
         drafter.load_target_head(torch.zeros(90, 24), torch.zeros(90, 24))

@@ -48,8 +48,9 @@ def test_chunked_equals_dense(chunk_rows, soft):
     kind = {"teacher_hidden": c["teacher"]} if soft else {"labels": c["labels"]}
     got = chunked_head_loss(hidden, c["head"], scale=c["scale"], chunk_rows=chunk_rows, **kind)
     (3 * got.loss).backward()
-    loss, grad, rows, argmax = dense(c["hidden"], c["head"], c["scale"],
-                                     **({"teacher": c["teacher"]} if soft else {"labels": c["labels"]}))
+    loss, grad, rows, argmax = dense(
+        c["hidden"], c["head"], c["scale"], **({"teacher": c["teacher"]} if soft else {"labels": c["labels"]})
+    )
     torch.testing.assert_close(got.loss.double(), loss, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(got.row_loss.double(), rows, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(hidden.grad.double(), 3 * grad, rtol=1e-5, atol=5e-6)
@@ -133,8 +134,11 @@ def test_memory_on_the_device_stays_within_the_bound(soft):
     rows, hidden, vocab, chunk = 8192, 512, 100_000, 1024
     states = torch.randn(rows, hidden, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     head = torch.randn(vocab, hidden, device="cuda", dtype=torch.bfloat16)
-    kind = {"teacher_hidden": torch.randn_like(states)} if soft else {"labels": torch.zeros(rows, dtype=torch.int64,
-                                                                                           device="cuda")}
+    kind = (
+        {"teacher_hidden": torch.randn_like(states)}
+        if soft
+        else {"labels": torch.zeros(rows, dtype=torch.int64, device="cuda")}
+    )
     scale = torch.full((rows,), 1 / rows, device="cuda")
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()

@@ -50,8 +50,13 @@ def run(folder: Path, *options: str, **environment: str) -> list[dict]:
     """Rows of the script above, run with these options."""
     (folder / "script.py").write_text(SCRIPT)
     kept = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
-    done = subprocess.run([sys.executable, str(folder / "script.py"), *options], capture_output=True, text=True, timeout=60,
-                          env=kept | {"PYTHONPATH": str(TOOLS), "OUT": str(folder / "out")} | environment)
+    done = subprocess.run(
+        [sys.executable, str(folder / "script.py"), *options],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=kept | {"PYTHONPATH": str(TOOLS), "OUT": str(folder / "out")} | environment,
+    )
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in (folder / "out" / "results.jsonl").read_text().splitlines()]
 
@@ -59,12 +64,21 @@ def run(folder: Path, *options: str, **environment: str) -> list[dict]:
 def test_failures_hangs_and_deaths_cost_only_themselves(tmp_path):
     rows = run(tmp_path)
     assert [(r["part"], r["name"], r["ok"]) for r in rows] == [
-        ("a", "fine", True), ("a", "raises", False), ("a", "hangs", False), ("a", "start 1", False), ("a", "after", True),
-        ("b", "lost", False), ("b:5", "start 1", False), ("b", "next process", True),
+        ("a", "fine", True),
+        ("a", "raises", False),
+        ("a", "hangs", False),
+        ("a", "start 1", False),
+        ("a", "after", True),
+        ("b", "lost", False),
+        ("b:5", "start 1", False),
+        ("b", "next process", True),
     ]
     assert rows[0]["start"] is True, "what has a row is not done again"
     assert [rows[i]["error"] for i in (1, 3, 5)] == [
-        "KeyError: 'missing'", "the process ended with 7; see log.txt", "RuntimeError: CUDA error: 5"]
+        "KeyError: 'missing'",
+        "the process ended with 7; see log.txt",
+        "RuntimeError: CUDA error: 5",
+    ]
     assert "TooSlow" in rows[2]["error"] and rows[2]["wall"] < 10 and "in <lambda>" in rows[2]["traceback"]
 
 

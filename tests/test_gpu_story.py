@@ -27,8 +27,13 @@ def tool():
 def tell(tmp_path, *arguments: str) -> tuple[subprocess.CompletedProcess, list[dict]]:
     import os
 
-    done = subprocess.run([sys.executable, str(SCRIPT), "--tiny", "--warm", "2", *arguments], capture_output=True, text=True,
-                          env=os.environ | {"OUT": str(tmp_path), "OMP_NUM_THREADS": "1"}, timeout=280)
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), "--tiny", "--warm", "2", *arguments],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"OUT": str(tmp_path), "OMP_NUM_THREADS": "1"},
+        timeout=280,
+    )
     assert (tmp_path / "story.json").is_file(), done.stdout + done.stderr
     return done, json.loads((tmp_path / "story.json").read_text())
 
@@ -38,13 +43,29 @@ def lines(*records: dict) -> str:
 
 
 def step(number: int, t: float, seconds: float, **more) -> dict:
-    return {"kind": "step", "t": t, "step": number, "tokens": 100, "step_seconds": seconds, "loss": 5.0 - number,
-            "skipped": False, **more}
+    return {
+        "kind": "step",
+        "t": t,
+        "step": number,
+        "tokens": 100,
+        "step_seconds": seconds,
+        "loss": 5.0 - number,
+        "skipped": False,
+        **more,
+    }
 
 
 def device(t: float, reserved: int | None, load: int | None) -> dict:
-    return {"kind": "device", "t": t, "device": "cuda:0", "allocated": 1, "reserved": reserved, "peak": 300, "used": 7,
-            "utilization": load}
+    return {
+        "kind": "device",
+        "t": t,
+        "device": "cuda:0",
+        "allocated": 1,
+        "reserved": reserved,
+        "peak": 300,
+        "used": 7,
+        "utilization": load,
+    }
 
 
 def stage(name: str, t: float, tokens: int, busy: float, wait: float) -> dict:
@@ -52,13 +73,26 @@ def stage(name: str, t: float, tokens: int, busy: float, wait: float) -> dict:
 
 
 def test_numbers_come_from_after_the_warmup(tool, tmp_path):
-    (tmp_path / "metrics.jsonl").write_text(lines(
-        {"kind": "run_start", "t": 10.0}, {"kind": "log", "t": 11.0, "message": "random:x: captured layers 1, 2"},
-        device(12, 50, 0), step(1, 20, 9.0), step(2, 21, 1.0), stage("target[0]", 20.5, 9999, 9.0, 9.0),
-        device(21.5, 200, 40), stage("target[0]", 23, 100, 1.0, 0.0), stage("target[1]", 23, 300, 2.0, 1.0),
-        stage("drafter[0]", 23, 400, 1.0, 3.0), step(3, 23, 2.0), device(24, 203, 60), step(4, 27, 3.0, skipped=True),
-        device(30, 999, 0), {"kind": "fault", "t": 31, "worker": "target[1]"},
-        {"kind": "run_end", "t": 32, "status": "failed"}))
+    (tmp_path / "metrics.jsonl").write_text(
+        lines(
+            {"kind": "run_start", "t": 10.0},
+            {"kind": "log", "t": 11.0, "message": "random:x: captured layers 1, 2"},
+            device(12, 50, 0),
+            step(1, 20, 9.0),
+            step(2, 21, 1.0),
+            stage("target[0]", 20.5, 9999, 9.0, 9.0),
+            device(21.5, 200, 40),
+            stage("target[0]", 23, 100, 1.0, 0.0),
+            stage("target[1]", 23, 300, 2.0, 1.0),
+            stage("drafter[0]", 23, 400, 1.0, 3.0),
+            step(3, 23, 2.0),
+            device(24, 203, 60),
+            step(4, 27, 3.0, skipped=True),
+            device(30, 999, 0),
+            {"kind": "fault", "t": 31, "worker": "target[1]"},
+            {"kind": "run_end", "t": 32, "status": "failed"},
+        )
+    )
     found = tool.measure(tmp_path, warm=2)
     assert (found["steps"], found["skipped"], found["faults"], found["status"]) == (2, 1, 1, "failed")
     assert found["tokens_per_second"] == pytest.approx(200 / 5) and found["step_seconds"] == 2.5
@@ -77,12 +111,29 @@ def test_a_run_without_a_step_is_no_success(tool, tmp_path):
 
 def test_machine_paths_leave_the_notebook(tool, tmp_path):
     notebook = tmp_path / "n.ipynb"
-    notebook.write_text(json.dumps([f"{ROOT}/dflash/x.py", f"{tmp_path}/runs/r", f"{sys.prefix}/bin",
-                                    "/home/someone/data.bin", "see https://a.example/tmp/x", "1/2",
-                                    {"image/png": "/tmp/abc"}]))
+    notebook.write_text(
+        json.dumps(
+            [
+                f"{ROOT}/dflash/x.py",
+                f"{tmp_path}/runs/r",
+                f"{sys.prefix}/bin",
+                "/home/someone/data.bin",
+                "see https://a.example/tmp/x",
+                "1/2",
+                {"image/png": "/tmp/abc"},
+            ]
+        )
+    )
     found = tool.tidy(notebook, tmp_path)
-    assert json.loads(notebook.read_text()) == ["./dflash/x.py", "out/runs/r", "(environment)/bin", "(elsewhere)/data.bin",
-                                                "see https://a.example/tmp/x", "1/2", {"image/png": "/tmp/abc"}]
+    assert json.loads(notebook.read_text()) == [
+        "./dflash/x.py",
+        "out/runs/r",
+        "(environment)/bin",
+        "(elsewhere)/data.bin",
+        "see https://a.example/tmp/x",
+        "1/2",
+        {"image/png": "/tmp/abc"},
+    ]
     assert found["paths"] == ["/home/someone/data.bin"] and found["bytes"] == notebook.stat().st_size
 
 
@@ -100,14 +151,16 @@ def test_the_storys_sizes(tool):
     given = tool.parameters(args, "threads")
     assert given["target"] == "random:qwen3.6-27b" and given["steps"] == 110 and given["gpus"] == "5,6,7"
     assert given["queue_depth"] == "3" and given["launcher"] == "threads"
-    assert [given[name] for name in ("pack_length", "max_anchors", "block_size", "num_captured", "drafter_layers", "gamma")
-            ] == [40000, 1024, 32, 5, 5, 10.0]
+    assert [
+        given[name] for name in ("pack_length", "max_anchors", "block_size", "num_captured", "drafter_layers", "gamma")
+    ] == [40000, 1024, 32, 5, 5, 10.0]
 
 
 def test_scaling_and_table(tool, tmp_path):
-    one, many = ({"launcher": "threads", "tokens_per_second": speed,
-                  "sides": {"target": {"workers": t}, "drafter": {"workers": d}}} for speed, t, d in
-                 ((10.0, 1, 1), (45.0, 5, 3)))
+    one, many = (
+        {"launcher": "threads", "tokens_per_second": speed, "sides": {"target": {"workers": t}, "drafter": {"workers": d}}}
+        for speed, t, d in ((10.0, 1, 1), (45.0, 5, 3))
+    )
     assert tool.scaling([one], [many]) == "threads: 5 + 3 is 4.50 times 1 + 1"
 
 
@@ -126,8 +179,23 @@ def test_five_targets_and_three_drafters_by_papermill(tmp_path):
 
 @pytest.mark.slow
 def test_threads_and_torchrun_tell_the_same_story(tmp_path):
-    done, stories = tell(tmp_path, "--steps", "4", "--seconds", "270", "--engine", "run_notebook", "--labels", "hard",
-                         "--set", "dtype", "float32", "--set", "target_dtype", "float32")
+    done, stories = tell(
+        tmp_path,
+        "--steps",
+        "4",
+        "--seconds",
+        "270",
+        "--engine",
+        "run_notebook",
+        "--labels",
+        "hard",
+        "--set",
+        "dtype",
+        "float32",
+        "--set",
+        "target_dtype",
+        "float32",
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert [story["launcher"] for story in stories] == ["threads", "torchrun"] and all(story["ok"] for story in stories)
     assert stories[1]["losses"] == pytest.approx(stories[0]["losses"], abs=1e-5) and stories[0]["losses"][0] > 5

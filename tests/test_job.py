@@ -18,13 +18,27 @@ from dflash.train.prepare import draft_vocabulary, prepare_data
 from dflash.train.settings import RunConfig
 
 DATA = Path(__file__).parents[1] / "data" / "smollm2_conversations.jsonl"
-SMALL = dict(data=str(DATA), max_conversations=6, held_out=2, pack_length=256, max_anchors=16, block_size=4, draft_vocab=0,
-             steps=4, eval_every=2, checkpoint_every=2, num_captured=2, drafter_layers=1, soft_labels=True)
+SMALL = dict(
+    data=str(DATA),
+    max_conversations=6,
+    held_out=2,
+    pack_length=256,
+    max_anchors=16,
+    block_size=4,
+    draft_vocab=0,
+    steps=4,
+    eval_every=2,
+    checkpoint_every=2,
+    num_captured=2,
+    drafter_layers=1,
+    soft_labels=True,
+)
 
 
 @pytest.fixture
 def no_weights(monkeypatch):
     """Loading the target is an error: the message must come before it."""
+
     def refuse(*args, **kwargs):
         raise AssertionError("the target's weights were read before the input was refused")
 
@@ -122,6 +136,7 @@ def test_a_small_run_on_the_real_target(tmp_path):
 
 # -- checkpoints --------------------------------------------------------------------------------------------------
 
+
 def save(tmp_path, step, **options):
     from tiny_models import random_drafter, tiny_target
 
@@ -151,6 +166,7 @@ def test_a_protected_checkpoint_outlives_newer_ones(tmp_path):
 
 def test_a_failed_save_leaves_the_older_ones(tmp_path, monkeypatch):
     save(tmp_path, 1)
+
     def full(*args, **kwargs):
         raise OSError(28, "No space left on device")
 

@@ -24,8 +24,21 @@ pytestmark = pytest.mark.skipif(
     or not (torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"),
     reason="needs Triton, and a GPU or TRITON_INTERPRET=1",
 )
-TINY = StepShape(tokens=48, anchors=10, block=4, captured=2, document=16, supervised=0.7, hidden=64, layers=2, heads=4,
-                 kv_heads=2, head_dim=16, intermediate=96, vocab=300)
+TINY = StepShape(
+    tokens=48,
+    anchors=10,
+    block=4,
+    captured=2,
+    document=16,
+    supervised=0.7,
+    hidden=64,
+    layers=2,
+    heads=4,
+    kv_heads=2,
+    head_dim=16,
+    intermediate=96,
+    vocab=300,
+)
 
 
 @pytest.fixture
@@ -120,8 +133,15 @@ def test_fast_path_is_the_plain_path(device, soft, joint, monkeypatch):
     results = []
     for fast in (False, True):
         torch.manual_seed(0)
-        drafter = make_drafter(TINY, make_head(TINY, device, torch.float32), device, torch.float32, fast_path=fast,
-                               attention_backend="triton" if fast else "sdpa", loss_chunk_rows=7)
+        drafter = make_drafter(
+            TINY,
+            make_head(TINY, device, torch.float32),
+            device,
+            torch.float32,
+            fast_path=fast,
+            attention_backend="triton" if fast else "sdpa",
+            loss_chunk_rows=7,
+        )
         with torch.no_grad():
             for parameter in drafter.parameters():
                 parameter.add_(torch.randn_like(parameter) * 0.1)
@@ -153,8 +173,15 @@ def test_the_fused_loss_through_a_float8_head(device, soft):
     results = []
     for fused in (False, True):
         leaf = states.clone().requires_grad_()
-        got = chunked_head_loss(leaf, table, scale=torch.linspace(0, 1, 23, device=device), chunk_rows=7, fused=fused,
-                                head_fp8=Fp8Head.of(table), **kind)
+        got = chunked_head_loss(
+            leaf,
+            table,
+            scale=torch.linspace(0, 1, 23, device=device),
+            chunk_rows=7,
+            fused=fused,
+            head_fp8=Fp8Head.of(table),
+            **kind,
+        )
         got.loss.backward()
         results.append((got, leaf.grad))
     (plain, grad), (fused, fused_grad) = results
@@ -164,8 +191,9 @@ def test_the_fused_loss_through_a_float8_head(device, soft):
 
 
 def test_the_fast_path_refuses_a_second_backward(device):
-    drafter = make_drafter(TINY, make_head(TINY, device, torch.float32), device, torch.float32, fast_path=True,
-                           attention_backend="sdpa")
+    drafter = make_drafter(
+        TINY, make_head(TINY, device, torch.float32), device, torch.float32, fast_path=True, attention_backend="sdpa"
+    )
     loss, _ = drafter(**make_inputs(TINY, device, torch.float32).arguments)
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="run forward again"):
@@ -178,8 +206,19 @@ def test_fast_capture_is_the_plain_capture(device):
     from dflash.target import fast_capture as fast_target
 
     assert qwen
-    shape = TargetShape(layers=4, captured=2, hidden=64, intermediate=96, heads=4, kv_heads=2, head_dim=64,
-                        linear_key_heads=2, linear_value_heads=4, linear_head_dim=16, vocab=300)
+    shape = TargetShape(
+        layers=4,
+        captured=2,
+        hidden=64,
+        intermediate=96,
+        heads=4,
+        kv_heads=2,
+        head_dim=64,
+        linear_key_heads=2,
+        linear_value_heads=4,
+        linear_head_dim=16,
+        vocab=300,
+    )
     torch.manual_seed(0)
     target = make_target(shape, device, torch.float32)
     with torch.no_grad():
@@ -199,10 +238,22 @@ def test_fast_capture_is_the_plain_capture(device):
 def dense_target(kind, device, dtype, layers=3, **changes):
     """Llama (no biases, no head norms), Qwen2 (biases) or Qwen3 (head norms), with weights that are not the initial ones."""
     transformers = pytest.importorskip("transformers")
-    config = getattr(transformers, f"{kind}Config")(**dict(
-        vocab_size=300, hidden_size=48, intermediate_size=80, num_hidden_layers=layers, num_attention_heads=6,
-        num_key_value_heads=2, head_dim=16, initializer_range=0.2, bos_token_id=None, eos_token_id=None,
-        pad_token_id=0) | changes)
+    config = getattr(transformers, f"{kind}Config")(
+        **dict(
+            vocab_size=300,
+            hidden_size=48,
+            intermediate_size=80,
+            num_hidden_layers=layers,
+            num_attention_heads=6,
+            num_key_value_heads=2,
+            head_dim=16,
+            initializer_range=0.2,
+            bos_token_id=None,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+        | changes
+    )
     torch.manual_seed(0)
     model = getattr(transformers, f"{kind}ForCausalLM")(config)
     with torch.no_grad():
@@ -211,8 +262,10 @@ def dense_target(kind, device, dtype, layers=3, **changes):
     return Target(model.to(device, dtype), layer_ids=[0, 1])
 
 
-@pytest.mark.parametrize(("kind", "changes"), [
-    ("Llama", {}), ("Qwen2", {"head_dim": 8}), ("Qwen3", {}), ("Llama", {"attention_bias": True, "mlp_bias": True})])
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [("Llama", {}), ("Qwen2", {"head_dim": 8}), ("Qwen3", {}), ("Llama", {"attention_bias": True, "mlp_bias": True})],
+)
 def test_fast_capture_of_a_dense_target_is_the_plain_capture(device, kind, changes):
     from dflash.target import fast_capture as fast_target
 
@@ -240,12 +293,16 @@ def test_a_wrong_fast_forward_is_not_attached(device, monkeypatch, wrong):
     target = dense_target("Llama", device, torch.float32, layers=2)
     right, attention = target_ops.norm_partial_rotary, fast_target.packed_attention
     if wrong == "borders":  # every document sees those before it
-        monkeypatch.setattr(fast_target, "packed_attention", lambda q, k, v, documents, *rest: attention(
-            q, k, v, documents._replace(sizes=[len(q)]), *rest))
+        monkeypatch.setattr(
+            fast_target,
+            "packed_attention",
+            lambda q, k, v, documents, *rest: attention(q, k, v, documents._replace(sizes=[len(q)]), *rest),
+        )
     else:
         turn = -1.0 if wrong == "rotary" else float("nan")
-        monkeypatch.setattr(target_ops, "norm_partial_rotary", lambda x, w, cos, sin, eps: right(
-            x, w, cos + 0.1, turn * sin, eps))
+        monkeypatch.setattr(
+            target_ops, "norm_partial_rotary", lambda x, w, cos, sin, eps: right(x, w, cos + 0.1, turn * sin, eps)
+        )
     with pytest.raises(TargetError, match="differ from the plain forward's"):
         fast_target.attach(target, required=True)
     assert target.fast is None

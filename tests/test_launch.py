@@ -48,9 +48,18 @@ def test_the_parameters_cell_is_read_without_running_it(declared):
 
 @pytest.mark.parametrize(
     ("name", "given", "wanted"),
-    [("gpus", "5,6,7", "5,6,7"), ("gpus", [5, 6], [5, 6]), ("gpus", "", None), ("steps", "20", 20), ("lr", "3e-4", 3e-4),
-     ("soft", "false", False), ("soft", "True", True), ("steps", 7.0, 7), ("run_id", "1", "1")],
-)  # fmt: skip
+    [
+        ("gpus", "5,6,7", "5,6,7"),
+        ("gpus", [5, 6], [5, 6]),
+        ("gpus", "", None),
+        ("steps", "20", 20),
+        ("lr", "3e-4", 3e-4),
+        ("soft", "false", False),
+        ("soft", "True", True),
+        ("steps", 7.0, 7),
+        ("run_id", "1", "1"),
+    ],
+)
 def test_values_take_their_declared_type(declared, name, given, wanted):
     value = check_parameters(declared, {name: given})[name]
     assert value == wanted and type(value) is type(wanted)
@@ -58,9 +67,13 @@ def test_values_take_their_declared_type(declared, name, given, wanted):
 
 @pytest.mark.parametrize(
     ("given", "message"),
-    [({"gpuz": 5}, "no parameter 'gpuz'; did you mean gpus?"), ({"steps": "many"}, "steps must be int, got 'many'"),
-     ({"soft": "maybe"}, "soft must be bool"), ({"zzz": 1}, "Its parameters: gpus, steps, lr, soft, run_id")],
-)  # fmt: skip
+    [
+        ({"gpuz": 5}, "no parameter 'gpuz'; did you mean gpus?"),
+        ({"steps": "many"}, "steps must be int, got 'many'"),
+        ({"soft": "maybe"}, "soft must be bool"),
+        ({"zzz": 1}, "Its parameters: gpus, steps, lr, soft, run_id"),
+    ],
+)
 def test_wrong_names_and_types_are_refused(declared, given, message):
     with pytest.raises(ConfigError, match=message.replace("?", r"\?")):
         check_parameters(declared, given)
@@ -210,14 +223,15 @@ def test_a_killed_kernel_is_marked_in_notebook_record_and_report(tmp_path):
 def test_sigterm_leaves_a_saved_notebook_and_a_report(tmp_path):
     started = tmp_path / "started"
     path = write_notebook(
-        tmp_path / "n.ipynb", "x: int = 1", "print('begun', flush=True)",
+        tmp_path / "n.ipynb",
+        "x: int = 1",
+        "print('begun', flush=True)",
         f"import pathlib, time; pathlib.Path({str(started)!r}).touch(); time.sleep(60)",
-    )  # fmt: skip
+    )
     out = tmp_path / "out.ipynb"
     child = subprocess.Popen(
-        [sys.executable, "-m", "dflash", "run", str(path), str(out), "--static"],
-        cwd=ROOT, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        [sys.executable, "-m", "dflash", "run", str(path), str(out), "--static"], cwd=ROOT, stderr=subprocess.PIPE, text=True
+    )
     deadline = time.time() + 60
     while not started.exists() and time.time() < deadline:
         time.sleep(0.1)

@@ -13,16 +13,35 @@ from dflash.train.topology import decide
 
 
 def story_config(**changes) -> RunConfig:
-    return RunConfig.from_parameters(**dict(gpus="5,6,7", pack_length=40000, max_anchors=1024, block_size=32,
-                                            num_captured=5, drafter_layers=5, soft_labels=True, dtype="bfloat16",
-                                            target_dtype="bfloat16") | changes)
+    return RunConfig.from_parameters(
+        **dict(
+            gpus="5,6,7",
+            pack_length=40000,
+            max_anchors=1024,
+            block_size=32,
+            num_captured=5,
+            drafter_layers=5,
+            soft_labels=True,
+            dtype="bfloat16",
+            target_dtype="bfloat16",
+        )
+        | changes
+    )
 
 
 def story_target():
     from transformers.models.qwen3_5 import Qwen3_5TextConfig
 
-    return Qwen3_5TextConfig(hidden_size=5120, intermediate_size=17408, num_hidden_layers=64, num_attention_heads=24,
-                             num_key_value_heads=4, head_dim=256, linear_num_key_heads=16, linear_num_value_heads=48)
+    return Qwen3_5TextConfig(
+        hidden_size=5120,
+        intermediate_size=17408,
+        num_hidden_layers=64,
+        num_attention_heads=24,
+        num_key_value_heads=4,
+        head_dim=256,
+        linear_num_key_heads=16,
+        linear_num_value_heads=48,
+    )
 
 
 def have(topology, gib: float) -> dict:
@@ -77,8 +96,16 @@ def test_counts_are_those_of_the_models():
     assert count_parameters(target.config)[0] == total
     drafter = random_drafter(target)
     count = sum(p.numel() for p in drafter.parameters())
-    config = RunConfig.from_parameters(gpus="cpu:2", target_gpus="cpu:3", num_captured=2, pack_length=64, dtype="float32",
-                                       target_dtype="float32", soft_labels=False, queue_depth=3)
+    config = RunConfig.from_parameters(
+        gpus="cpu:2",
+        target_gpus="cpu:3",
+        num_captured=2,
+        pack_length=64,
+        dtype="float32",
+        target_dtype="float32",
+        soft_labels=False,
+        queue_depth=3,
+    )
     topology = decide(config.runtime, 0)
     memory = estimate(config, drafter.config, target.config, topology)[torch.device("cpu")]
     assert memory.parts["target"] == 4 * total  # three CPU workers share one copy

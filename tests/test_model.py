@@ -13,8 +13,16 @@ from dflash.drafter.warm_start import warm_start
 from dflash.errors import ConfigError
 
 V, H, N = 60, 32, 2
-SMALL = DrafterConfig(hidden_size=H, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
-                      intermediate_size=48, vocab_size=V, initializer_range=0.2)
+SMALL = DrafterConfig(
+    hidden_size=H,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    intermediate_size=48,
+    vocab_size=V,
+    initializer_range=0.2,
+)
 
 
 def make_drafter(block_size=4, max_anchors=12, config=SMALL, seed=0, dtype=torch.float32, draft_ids=None, **options):
@@ -28,7 +36,7 @@ def make_pack(lengths=(9, 11), total=24, seed=1, dtype=torch.float32):
     generator = torch.Generator().manual_seed(seed)
     positions = torch.cat([torch.arange(n) for n in (*lengths, total - sum(lengths))])
     loss_mask = torch.rand(total, generator=generator) > 0.3
-    loss_mask[sum(lengths):] = False
+    loss_mask[sum(lengths) :] = False
     return {
         "all_hidden_states": torch.randn(1, total, N * H, generator=generator, dtype=dtype),
         "verifier_last_hidden": torch.randn(1, total, H, generator=generator, dtype=dtype),
@@ -50,12 +58,22 @@ def hidden_of(drafter, pack, anchors):
 
 def test_default_config_is_the_27b_drafter():
     c = create_drafter_config()
-    assert (c.hidden_size, c.num_hidden_layers, c.num_attention_heads, c.num_key_value_heads, c.head_dim) == \
-        (5120, 5, 32, 8, 128)
+    assert (c.hidden_size, c.num_hidden_layers, c.num_attention_heads, c.num_key_value_heads, c.head_dim) == (
+        5120,
+        5,
+        32,
+        8,
+        128,
+    )
     assert (c.intermediate_size, c.vocab_size, c.rope_theta) == (17408, 248320, 1e7)
     with torch.device("meta"):
-        drafter = DFlashDrafter(config=create_drafter_config(num_draft_layers=5), target_layer_ids=[1, 16, 31, 46, 61],
-                                block_size=32, max_anchors=1024, mask_token_id=248070)
+        drafter = DFlashDrafter(
+            config=create_drafter_config(num_draft_layers=5),
+            target_layer_ids=[1, 16, 31, 46, 61],
+            block_size=32,
+            max_anchors=1024,
+            mask_token_id=248070,
+        )
     assert sum(p.numel() for p in drafter.parameters()) == c.parameter_count(5) == pytest.approx(1.73e9, rel=0.02)
 
 
@@ -330,8 +348,16 @@ def test_warm_start_reproduces_the_targets_keys_and_values():
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(0)
-    config = Qwen3Config(hidden_size=H, num_hidden_layers=5, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
-                         intermediate_size=48, vocab_size=V, rope_parameters={"rope_theta": 1e4, "rope_type": "default"})
+    config = Qwen3Config(
+        hidden_size=H,
+        num_hidden_layers=5,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        intermediate_size=48,
+        vocab_size=V,
+        rope_parameters={"rope_theta": 1e4, "rope_type": "default"},
+    )
     model = Qwen3ForCausalLM(config).eval()
     for p in model.parameters():
         if p.dim() == 1:

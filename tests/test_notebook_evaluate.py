@@ -46,11 +46,30 @@ def test_source_is_clean_and_its_parameters_are_helped():
 
 
 def content(**changes):
-    prompt = {"prompt": "<a> & b", "chunks": [{"text": "x", "accepted": 0, "tokens": 1}], "acceptance_length": 2.0,
-              "tokens": 5, "target_calls": 2, "seconds": 1.0, "plain_seconds": 2.0, "exact": True, "difference": None}
-    return {"prompts": [prompt], "acceptance_length": 2.0, "acceptance_interval": None, "acceptance_by_slot": [0.5, 0.2],
-            "histogram": [1, 0, 1], "speedup": 2.0, "exact": 1, "compared": 1, "warnings": [], "held_out": None,
-            "parity": None} | changes
+    prompt = {
+        "prompt": "<a> & b",
+        "chunks": [{"text": "x", "accepted": 0, "tokens": 1}],
+        "acceptance_length": 2.0,
+        "tokens": 5,
+        "target_calls": 2,
+        "seconds": 1.0,
+        "plain_seconds": 2.0,
+        "exact": True,
+        "difference": None,
+    }
+    return {
+        "prompts": [prompt],
+        "acceptance_length": 2.0,
+        "acceptance_interval": None,
+        "acceptance_by_slot": [0.5, 0.2],
+        "histogram": [1, 0, 1],
+        "speedup": 2.0,
+        "exact": 1,
+        "compared": 1,
+        "warnings": [],
+        "held_out": None,
+        "parity": None,
+    } | changes
 
 
 def test_panels_and_table():
@@ -58,12 +77,20 @@ def test_panels_and_table():
     assert [panel.key for panel in panels] == ["slots", "gains", "prompts", "seconds"]
     assert panels[0].lines[0].y.tolist() == [50.0, 20.0] and panels[1].spans[0].lengths.tolist() == [1.0, 0.0, 1.0]
     assert "bonus token included" in panels[1].title and "<td>2.00</td>" in prompt_table(content())
-    parity = {"accuracy_training": [0.5, None], "accuracy_decoding": [0.5, None], "acceptance_training": [0.5, 0.0],
-              "acceptance_decoding": [0.5, 0.0]}
+    parity = {
+        "accuracy_training": [0.5, None],
+        "accuracy_decoding": [0.5, None],
+        "acceptance_training": [0.5, 0.0],
+        "acceptance_decoding": [0.5, 0.0],
+    }
     assert evaluation_panels(content(parity=parity))[-1].key == "parity"
     unmeasured = content(acceptance_length=None)
-    unmeasured["prompts"][0] |= {"acceptance_length": None, "plain_seconds": None, "exact": False,
-                                 "difference": {"index": 3, "wide": True}}
+    unmeasured["prompts"][0] |= {
+        "acceptance_length": None,
+        "plain_seconds": None,
+        "exact": False,
+        "difference": {"index": 3, "wide": True},
+    }
     assert "differs at token 3: wrong" in prompt_table(unmeasured)
     assert "seconds" not in [panel.key for panel in evaluation_panels(unmeasured)]
     assert "&lt;a&gt;" in examples_html(content())

@@ -15,15 +15,28 @@ from dflash.workbook.parameters import declared_parameters
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOK = ROOT / "notebooks" / "05_train.ipynb"
-SMALL = dict(max_conversations="6", held_out=2, pack_length=256, max_anchors=16, steps=3, eval_every=3, drafter_layers=1,
-             num_captured=2, decode_prompts=1)
+SMALL = dict(
+    max_conversations="6",
+    held_out=2,
+    pack_length=256,
+    max_anchors=16,
+    steps=3,
+    eval_every=3,
+    drafter_layers=1,
+    num_captured=2,
+    decode_prompts=1,
+)
 
 
 def execute(tmp_path, **parameters):
     out = tmp_path / "out.ipynb"
-    papermill.execute_notebook(str(NOTEBOOK), str(out), parameters=dict(runs_dir=str(tmp_path / "runs"), run_id="r",
-                                                                        **SMALL | parameters),
-                               cwd=str(ROOT), progress_bar=False)
+    papermill.execute_notebook(
+        str(NOTEBOOK),
+        str(out),
+        parameters=dict(runs_dir=str(tmp_path / "runs"), run_id="r", **SMALL | parameters),
+        cwd=str(ROOT),
+        progress_bar=False,
+    )
     return nbformat.read(out, as_version=4)
 
 

@@ -24,8 +24,9 @@ NAMES = ("01_standalone_kernel", "02_drafter_forward", "03_warmup", "04_threaded
 
 
 def execute(name: str, out: Path, **parameters) -> nbformat.NotebookNode:
-    papermill.execute_notebook(str(ROOT / "notebooks" / f"{name}.ipynb"), str(out), parameters=parameters,
-                               cwd=str(ROOT), progress_bar=False)
+    papermill.execute_notebook(
+        str(ROOT / "notebooks" / f"{name}.ipynb"), str(out), parameters=parameters, cwd=str(ROOT), progress_bar=False
+    )
     return nbformat.read(out, as_version=4)
 
 
@@ -46,15 +47,23 @@ def test_02_forward(tmp_path):
 
 @pytest.mark.slow
 def test_03_warmup(tmp_path):
-    shown = text(execute("03_warmup", tmp_path / "out.ipynb", device="cpu", backend="eager", cache_backend="eager",
-                         calls=20))
+    shown = text(
+        execute("03_warmup", tmp_path / "out.ipynb", device="cpu", backend="eager", cache_backend="eager", calls=20)
+    )
     assert "warm_cache_still_races" in shown and "needs a GPU" in shown and "cache deleted" in shown
 
 
 @pytest.mark.slow
 def test_04_launch(tmp_path):
-    notebook = execute("04_threaded_launch", tmp_path / "out.ipynb", devices="cpu", backend="eager", processes=1,
-                       probes="recompile_limit_goes_dense", limit=180.0)
+    notebook = execute(
+        "04_threaded_launch",
+        tmp_path / "out.ipynb",
+        devices="cpu",
+        backend="eager",
+        processes=1,
+        probes="recompile_limit_goes_dense",
+        limit=180.0,
+    )
     assert "protection on" in text(notebook)
     kinds = {kind for cell in notebook.cells for output in cell.get("outputs", []) for kind in output.get("data", {})}
     assert {"image/png", "application/vnd.plotly.v1+json"} <= kinds
@@ -63,8 +72,14 @@ def test_04_launch(tmp_path):
 
 def test_a_false_claim_fails_the_notebook(tmp_path):
     with pytest.raises(PapermillExecutionError, match="no fault shown"):
-        execute("04_threaded_launch", tmp_path / "out.ipynb", devices="cpu", backend="eager", processes=1,
-                probes="lazy_backward_deadlock")
+        execute(
+            "04_threaded_launch",
+            tmp_path / "out.ipynb",
+            devices="cpu",
+            backend="eager",
+            processes=1,
+            probes="lazy_backward_deadlock",
+        )
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -82,16 +97,19 @@ def test_the_sources_are_clean_and_their_parameters_are_helped(name):
 # -- what the notebooks show -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("call", "message"), [
-    (lambda: choose_device("cuda:99"), "device cuda:99 is not here, this machine has"),
-    (lambda: choose_device("gpu"), "there is no device 'gpu'; give cpu, cuda or cuda:0"),
-    (lambda: choose_devices("cpu,cuda:99"), "device cuda:99 is not here"),
-    (lambda: choose_compiler("eagr", "cpu"), "backend has 'eagr'; wanted auto, or of inductor, eager"),
-    (lambda: choose_probes("fx_flag_race,fx_flag"), "probes has 'fx_flag'; wanted all, or of fx_flag_race, "),
-    (lambda: choose_probes(""), "probes has ''; wanted all"),
-    (lambda: refuse_below(1, threads=3, processes=0), "processes must be at least 1, got 0"),
-    (lambda: refuse_below(1, limit=math.nan), "limit must be at least 1, got nan"),
-])
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: choose_device("cuda:99"), "device cuda:99 is not here, this machine has"),
+        (lambda: choose_device("gpu"), "there is no device 'gpu'; give cpu, cuda or cuda:0"),
+        (lambda: choose_devices("cpu,cuda:99"), "device cuda:99 is not here"),
+        (lambda: choose_compiler("eagr", "cpu"), "backend has 'eagr'; wanted auto, or of inductor, eager"),
+        (lambda: choose_probes("fx_flag_race,fx_flag"), "probes has 'fx_flag'; wanted all, or of fx_flag_race, "),
+        (lambda: choose_probes(""), "probes has ''; wanted all"),
+        (lambda: refuse_below(1, threads=3, processes=0), "processes must be at least 1, got 0"),
+        (lambda: refuse_below(1, limit=math.nan), "limit must be at least 1, got nan"),
+    ],
+)
 def test_parameters_that_name_nothing_are_refused(call, message):
     with pytest.raises(ConfigError, match=message):
         call()
@@ -100,21 +118,26 @@ def test_parameters_that_name_nothing_are_refused(call, message):
 def test_what_parameters_name():
     assert choose_devices("cpu, cpu") == ["cpu", "cpu"]
     assert choose_probes("all") == PROBES and choose_probes("fx_flag_race, lazy_backward_deadlock") == (
-        "fx_flag_race", "lazy_backward_deadlock")
+        "fx_flag_race",
+        "lazy_backward_deadlock",
+    )
     assert [choose_compiler(name, "cpu") for name in ("auto", "inductor", "eager")] == ["eager", "inductor", "eager"]
     assert choose_compiler("auto", "cuda:1") == "inductor"
     refuse_below(0, jobs=0)
 
 
-@pytest.mark.parametrize(("name", "parameters", "message"), [
-    ("01_standalone_kernel", {"repeats": 0}, "repeats must be at least 1, got 0"),
-    ("02_drafter_forward", {"size": "smal"}, "size has 'smal'; wanted auto, or of full, small"),
-    ("03_warmup", {"cache_backend": "eagr"}, "cache_backend has 'eagr'"),
-    ("04_threaded_launch", {"probes": "fx_flag_rac"}, "probes has 'fx_flag_rac'"),
-    ("01_standalone_kernel", {"nosuch": 3}, "no parameter 'nosuch'; .*Its parameters: device, repeats, seed"),
-    ("02_drafter_forward", {"tokens": "many"}, "tokens must be int, got 'many'"),
-    ("03_warmup", {"call": 20}, r"no parameter 'call'; did you mean calls\?"),
-])
+@pytest.mark.parametrize(
+    ("name", "parameters", "message"),
+    [
+        ("01_standalone_kernel", {"repeats": 0}, "repeats must be at least 1, got 0"),
+        ("02_drafter_forward", {"size": "smal"}, "size has 'smal'; wanted auto, or of full, small"),
+        ("03_warmup", {"cache_backend": "eagr"}, "cache_backend has 'eagr'"),
+        ("04_threaded_launch", {"probes": "fx_flag_rac"}, "probes has 'fx_flag_rac'"),
+        ("01_standalone_kernel", {"nosuch": 3}, "no parameter 'nosuch'; .*Its parameters: device, repeats, seed"),
+        ("02_drafter_forward", {"tokens": "many"}, "tokens must be int, got 'many'"),
+        ("03_warmup", {"call": 20}, r"no parameter 'call'; did you mean calls\?"),
+    ],
+)
 def test_notebooks_refuse_before_they_measure(tmp_path, name, parameters, message):
     with pytest.raises(PapermillExecutionError, match=message):
         execute(name, tmp_path / "out.ipynb", **parameters)
@@ -133,8 +156,7 @@ def test_tables():
 def test_the_reference_notices_a_wrong_kernel():
     case = KernelCase("small", "anchors", 64, 192, 4, 2, 16, block=8, document=64)
     generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(1, heads, length, 16, generator=generator)
-               for heads, length in ((4, 64), (2, 192), (2, 192)))
+    q, k, v = (torch.randn(1, heads, length, 16, generator=generator) for heads, length in ((4, 64), (2, 192), (2, 192)))
     rule = case_rule(case, torch.device("cpu"))
     allowed = rule(torch.tensor(0), torch.tensor(0), torch.arange(64)[:, None], torch.arange(192)[None])
     right = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=allowed, enable_gqa=True)
@@ -151,8 +173,10 @@ def test_cases_on_a_gpu_have_the_field_logs_shapes():
 
 
 def test_launches_and_probes_as_rows_and_a_timeline():
-    spans = [{"thread": 0, "name": "first call", "start": 0.0, "seconds": 2.0},
-             {"thread": 1, "name": "warm call", "start": 2.0, "seconds": 0.5}]
+    spans = [
+        {"thread": 0, "name": "first call", "start": 0.0, "seconds": 2.0},
+        {"thread": 1, "name": "warm call", "start": 2.0, "seconds": 0.5},
+    ]
     off = ColdReport(False, ["cpu"], 2, {"error": 1, "hang": 1}, {"error": "x"}, [3.0, 5.0], 2, [spans])
     row = launch_rows([off])[0]
     assert (row["protection"], row["processes"], row["error"], row["hang"], row["ok"]) == ("off", 2, 1, 1, 0)
@@ -163,5 +187,6 @@ def test_launches_and_probes_as_rows_and_a_timeline():
     assert drawn[1].startswith("a ") and drawn[1].count("#") > 3 * drawn[2].count("-") > 0
     assert timeline_bundle(ColdReport(True, ["cpu"], 2))["image/png"]  # no process finished a call
     probes = [ProbeResult("p", on, "clean" if on else "fault", "why\nmore", 1.0) for on in (False, True)]
-    assert probe_rows(probes) == [{"probe": "p", "protection off": "fault", "protection on": "clean",
-                                   "what was seen (off)": "why"}]
+    assert probe_rows(probes) == [
+        {"probe": "p", "protection off": "fault", "protection on": "clean", "what was seen (off)": "why"}
+    ]

@@ -72,26 +72,47 @@ def both(place, layout, monkeypatch, loss_name, **options):
         last[:, begin : begin + size] = raw["x"]
         begin += size
     hook.remove()
-    common = dict(hidden_states=features.all_hidden_states, input_ids=ids[None], loss_mask=mask[None],
-                  verifier_last_hidden_states=last, document_ids=documents, position_ids=positions[None])
+    common = dict(
+        hidden_states=features.all_hidden_states,
+        input_ids=ids[None],
+        loss_mask=mask[None],
+        verifier_last_hidden_states=last,
+        document_ids=documents,
+        position_ids=positions[None],
+    )
     hidden, logits, targets, _, _ = theirs._backbone_forward(**common, max_anchors=9)
-    _, loss, _ = theirs(**common, max_anchors=9, gamma=3.0,
-                        loss_config={loss_name: (getattr(eager, loss_name), 1.0)})
+    _, loss, _ = theirs(**common, max_anchors=9, gamma=3.0, loss_config={loss_name: (getattr(eager, loss_name), 1.0)})
     return types.SimpleNamespace(
-        ours=ours, theirs=theirs, logits=logits[0].unflatten(0, (9, BLOCK)), targets=targets[0], loss=loss,
-        ids=ids, mask=mask, positions=positions, lengths=lengths, anchors=anchors, features=features)
+        ours=ours,
+        theirs=theirs,
+        logits=logits[0].unflatten(0, (9, BLOCK)),
+        targets=targets[0],
+        loss=loss,
+        ids=ids,
+        mask=mask,
+        positions=positions,
+        lengths=lengths,
+        anchors=anchors,
+        features=features,
+    )
 
 
-CASES = [("speculators", {}), ("zlab", {}), ("speculators", {"draft_ids": IDS}),
-         ("speculators", {"sliding_window": (5, None)}), ("speculators", {"rope_theta": 5e6})]
+CASES = [
+    ("speculators", {}),
+    ("zlab", {}),
+    ("speculators", {"draft_ids": IDS}),
+    ("speculators", {"sliding_window": (5, None)}),
+    ("speculators", {"rope_theta": 5e6}),
+]
 
 
 @pytest.mark.parametrize("layout, options", CASES)
 def test_same_weights_give_the_same_logits(place, monkeypatch, layout, options):
     case = both(place, layout, monkeypatch, "kl_div_loss", **options)
     with torch.no_grad():
-        hidden = case.ours._denoise(case.features.all_hidden_states, case.ids, case.positions, case.anchors,
-                                    document_ids(case.lengths, 40))
+        hidden = case.ours._denoise(
+            case.features.all_hidden_states, case.ids, case.positions, case.anchors, document_ids(case.lengths, 40)
+        )
     order = case.ours.draft_token_ids.argsort()
     ours = (hidden @ case.ours.lm_head.T)[..., order]
     torch.testing.assert_close(ours[:8], case.logits[:8].detach(), atol=1e-5, rtol=1e-5)
@@ -103,9 +124,17 @@ def test_same_loss_and_gradients(place, monkeypatch, layout, options):
     """Soft labels; `token_mean` is what that package divides by."""
     case = both(place, layout, monkeypatch, "kl_div_loss", **options)
     loss, _ = case.ours(
-        all_hidden_states=case.features.all_hidden_states, verifier_last_hidden=case.features.verifier_last_hidden,
-        input_ids=case.ids[None], loss_mask=case.mask[None], lengths=case.lengths, position_ids=case.positions[None],
-        use_soft_labels=True, gamma=3.0, reduction="token_mean", anchors=case.anchors)
+        all_hidden_states=case.features.all_hidden_states,
+        verifier_last_hidden=case.features.verifier_last_hidden,
+        input_ids=case.ids[None],
+        loss_mask=case.mask[None],
+        lengths=case.lengths,
+        position_ids=case.positions[None],
+        use_soft_labels=True,
+        gamma=3.0,
+        reduction="token_mean",
+        anchors=case.anchors,
+    )
     torch.testing.assert_close(loss, case.loss, atol=1e-5, rtol=1e-5)
     assert float(loss) > 0.1
     loss.backward()

@@ -38,10 +38,16 @@ def target():
 # -- settings -----------------------------------------------------------------------------------------------------
 
 NAMES = [f.name for section in _SECTIONS.values() for f in dataclasses.fields(section)]
-values = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=12),
-                   st.sampled_from(["", "none", "5,6,7", "[1, 2]", "(0.9, 0.95)", "1e-3", "true", "-1", "nan", "inf"]),
-                   st.lists(st.one_of(st.integers(-3, 9), st.floats(), st.text(max_size=3)), max_size=3),
-                   st.dictionaries(st.text(max_size=3), st.integers(), max_size=2))
+values = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    st.text(max_size=12),
+    st.sampled_from(["", "none", "5,6,7", "[1, 2]", "(0.9, 0.95)", "1e-3", "true", "-1", "nan", "inf"]),
+    st.lists(st.one_of(st.integers(-3, 9), st.floats(), st.text(max_size=3)), max_size=3),
+    st.dictionaries(st.text(max_size=3), st.integers(), max_size=2),
+)
 
 
 @settings(max_examples=500, deadline=None)
@@ -62,15 +68,36 @@ def test_any_settings_are_refused_by_name_or_survive_their_file(given_values):
 
 texts = st.text(alphabet=st.characters(codec="utf-8", exclude_categories=["Cs"]), max_size=12)
 ids = st.lists(st.integers(-2, 300), max_size=20)
-chats = st.lists(st.fixed_dictionaries({"role": st.sampled_from(["user", "assistant", "system", "tool", ""]),
-                                        "content": st.one_of(texts, st.none(), st.integers())}), max_size=4)
-good = st.fixed_dictionaries({"messages": st.lists(texts.filter(str.strip), min_size=2, max_size=2).map(
-    lambda two: [{"role": "user", "content": two[0]}, {"role": "assistant", "content": two[1] + " and more"}])})
-rows = st.lists(st.one_of(
-    good, st.fixed_dictionaries({"messages": chats}), st.fixed_dictionaries({"prompt_ids": ids, "response_ids": ids}),
-    st.fixed_dictionaries({"input_ids": ids, "loss_mask": st.lists(st.booleans(), max_size=20)}),
-    st.fixed_dictionaries({"messages": st.one_of(st.none(), texts, st.integers())}), st.just({}), st.just([]), st.just("x")),
-    min_size=1, max_size=5)
+chats = st.lists(
+    st.fixed_dictionaries(
+        {
+            "role": st.sampled_from(["user", "assistant", "system", "tool", ""]),
+            "content": st.one_of(texts, st.none(), st.integers()),
+        }
+    ),
+    max_size=4,
+)
+good = st.fixed_dictionaries(
+    {
+        "messages": st.lists(texts.filter(str.strip), min_size=2, max_size=2).map(
+            lambda two: [{"role": "user", "content": two[0]}, {"role": "assistant", "content": two[1] + " and more"}]
+        )
+    }
+)
+rows = st.lists(
+    st.one_of(
+        good,
+        st.fixed_dictionaries({"messages": chats}),
+        st.fixed_dictionaries({"prompt_ids": ids, "response_ids": ids}),
+        st.fixed_dictionaries({"input_ids": ids, "loss_mask": st.lists(st.booleans(), max_size=20)}),
+        st.fixed_dictionaries({"messages": st.one_of(st.none(), texts, st.integers())}),
+        st.just({}),
+        st.just([]),
+        st.just("x"),
+    ),
+    min_size=1,
+    max_size=5,
+)
 
 
 @settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
@@ -90,13 +117,19 @@ def test_any_file_is_refused_or_every_row_is_accounted_for(tmp_path_factory, con
 
 # -- packs, anchors, losses ------------------------------------------------------------------------------------------
 
+
 @st.composite
 def conversations(draw):
     found = []
     for index in range(draw(st.integers(1, 5))):
         size = draw(st.integers(1, LENGTH + 8))
-        found.append(Conversation(draw(st.lists(st.integers(0, VOCAB - 1), min_size=size, max_size=size)),
-                                  draw(st.lists(st.booleans(), min_size=size, max_size=size)), index))
+        found.append(
+            Conversation(
+                draw(st.lists(st.integers(0, VOCAB - 1), min_size=size, max_size=size)),
+                draw(st.lists(st.booleans(), min_size=size, max_size=size)),
+                index,
+            )
+        )
     return found
 
 
@@ -112,18 +145,34 @@ def countable(pack, block_size):
 
 
 @quick
-@given(conversations(), st.integers(2, 6), st.integers(1, 40), st.sampled_from([None, 0.0, 0.5, 4.0, 1e6]),
-       st.sampled_from(["weight_mean", "token_mean"]), st.booleans(), st.integers(1, 3))
-def test_any_conversations_train_to_finite_weights_or_are_counted(target, found, block_size, max_anchors, gamma, reduction,
-                                                                   soft, packs_per_step):
+@given(
+    conversations(),
+    st.integers(2, 6),
+    st.integers(1, 40),
+    st.sampled_from([None, 0.0, 0.5, 4.0, 1e6]),
+    st.sampled_from(["weight_mean", "token_mean"]),
+    st.booleans(),
+    st.integers(1, 3),
+)
+def test_any_conversations_train_to_finite_weights_or_are_counted(
+    target, found, block_size, max_anchors, gamma, reduction, soft, packs_per_step
+):
     from runner_jobs import options
 
     try:
         packs = make_packs(found, LENGTH)
         drafter = random_drafter(target, block_size)
         drafter.max_anchors = max_anchors
-        plans = Planner(packs, seed=0, packs_per_step=packs_per_step, block_size=block_size, max_anchors=max_anchors,
-                        gamma=gamma, reduction=reduction, soft_labels=soft)
+        plans = Planner(
+            packs,
+            seed=0,
+            packs_per_step=packs_per_step,
+            block_size=block_size,
+            max_anchors=max_anchors,
+            gamma=gamma,
+            reduction=reduction,
+            soft_labels=soft,
+        )
     except DataError:
         supervised = [c for c in found if any(c.loss_mask[:LENGTH])]
         assert not supervised or not any(countable(p, block_size) for p in make_packs(found, LENGTH))
@@ -153,17 +202,28 @@ places_in = st.one_of(*[st.integers(0, LENGTH - 1)] * 9, st.integers(-1, LENGTH)
 
 
 @settings(quick, max_examples=150)
-@given(st.one_of(fitting, fitting, st.lists(st.integers(-2, LENGTH + 4), max_size=4)), masks,
-       st.lists(st.tuples(places_in, st.booleans()), min_size=1, max_size=8), st.data())
+@given(
+    st.one_of(fitting, fitting, st.lists(st.integers(-2, LENGTH + 4), max_size=4)),
+    masks,
+    st.lists(st.tuples(places_in, st.booleans()), min_size=1, max_size=8),
+    st.data(),
+)
 def test_any_lengths_and_anchors_give_finite_gradients_or_a_typed_error(target, lengths, mask, places, data):
     """Empty and overlong documents, anchors in the padding, at 0, twice, past a document's end."""
     drafter = random_drafter(target)
     hidden = torch.randn(1, LENGTH, 2 * 32)
     anchors = AnchorSet(torch.tensor([p for p, _ in places]), torch.tensor([v for _, v in places]))
     try:
-        loss, metrics = drafter(hidden, torch.randn(1, LENGTH, 32), torch.randint(0, VOCAB, (1, LENGTH)),
-                                torch.tensor([mask]), torch.tensor(lengths, dtype=torch.int64), torch.arange(LENGTH)[None],
-                                use_soft_labels=data.draw(st.booleans()), anchors=anchors)
+        loss, metrics = drafter(
+            hidden,
+            torch.randn(1, LENGTH, 32),
+            torch.randint(0, VOCAB, (1, LENGTH)),
+            torch.tensor([mask]),
+            torch.tensor(lengths, dtype=torch.int64),
+            torch.arange(LENGTH)[None],
+            use_soft_labels=data.draw(st.booleans()),
+            anchors=anchors,
+        )
     except (ValueError, DFlashError) as error:
         outside = any(not 0 <= p < LENGTH for p, _ in places)
         wrong = not lengths or min(lengths) < 1 or sum(lengths) > LENGTH

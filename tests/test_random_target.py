@@ -26,9 +26,22 @@ from dflash.train.settings import RunConfig
 from dflash.train.step import Replica, SerialEngine
 
 CPU = torch.device("cpu")
-SMALL = dict(target="random:tiny-hybrid@6", data="random:4", pack_length=96, num_captured=3, drafter_layers=1, block_size=4,
-             max_anchors=8, warm_start=False, gpus="cpu", steps=2, eval_every=0, checkpoint_every=0, dtype="float32",
-             target_dtype="float32")
+SMALL = dict(
+    target="random:tiny-hybrid@6",
+    data="random:4",
+    pack_length=96,
+    num_captured=3,
+    drafter_layers=1,
+    block_size=4,
+    max_anchors=8,
+    warm_start=False,
+    gpus="cpu",
+    steps=2,
+    eval_every=0,
+    checkpoint_every=0,
+    dtype="float32",
+    target_dtype="float32",
+)
 
 
 def settings(**changes) -> RunConfig:
@@ -150,10 +163,13 @@ def test_data_for_a_random_target(tmp_path):
 # -- runs -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("changes", "message"), [
-    ({"warm_start": True}, "those of 'random:tiny-hybrid@6' are noise; pass warm_start=False"),
-    ({"gpus_per_target": 2}, "cannot be spread over gpus_per_target=2"),
-])
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"warm_start": True}, "those of 'random:tiny-hybrid@6' are noise; pass warm_start=False"),
+        ({"gpus_per_target": 2}, "cannot be spread over gpus_per_target=2"),
+    ],
+)
 def test_what_a_random_target_cannot_give_is_refused(changes, message):
     with pytest.raises(ConfigError, match=message):
         prepare_data(settings(**changes))
@@ -215,8 +231,9 @@ def test_hard_labels_train_on_the_short_capture_with_equal_numbers():
     for last_hidden in (True, False):
         job = prepare(config)
         assert isinstance(job.source, OnlineFeatures) and not job.source.last_hidden
-        engine = SerialEngine(Replica(job.drafter, config.train), OnlineFeatures(job.target, torch.bfloat16,
-                                                                                 last_hidden=last_hidden))
+        engine = SerialEngine(
+            Replica(job.drafter, config.train), OnlineFeatures(job.target, torch.bfloat16, last_hidden=last_hidden)
+        )
         losses.append(torch.stack([engine.step(job.planner.step(step), 1e-3) for step in (1, 2, 3)]))
     assert torch.equal(losses[0], losses[1]) and float(losses[0][0, 0]) > 1
 

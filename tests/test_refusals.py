@@ -24,21 +24,33 @@ def target(tmp_path):
     """A folder with a config alone: 9 query heads and 3 key heads, as SmolLM2 has them."""
     from transformers import LlamaConfig
 
-    LlamaConfig(hidden_size=144, num_attention_heads=9, num_key_value_heads=3, head_dim=16, intermediate_size=96,
-                num_hidden_layers=4, vocab_size=90).save_pretrained(tmp_path / "target")
+    LlamaConfig(
+        hidden_size=144,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        head_dim=16,
+        intermediate_size=96,
+        num_hidden_layers=4,
+        vocab_size=90,
+    ).save_pretrained(tmp_path / "target")
     (tmp_path / "target" / "model.safetensors").write_bytes(b"")  # never opened
     return str(tmp_path / "target")
 
 
-@pytest.mark.parametrize(("attention", "message"), [
-    ("triton", "attention 'triton' needs CUDA and Triton, got cpu; use attention='sdpa_chunked'"),
-    ("flex", "attention='flex' has no backward on a CPU.*use attention='auto'"),
-])
+@pytest.mark.parametrize(
+    ("attention", "message"),
+    [
+        ("triton", "attention 'triton' needs CUDA and Triton, got cpu; use attention='sdpa_chunked'"),
+        ("flex", "attention='flex' has no backward on a CPU.*use attention='auto'"),
+    ],
+)
 def test_gpu_attention_on_a_cpu_is_refused_before_anything_is_read(tmp_path, target, attention, message, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(ConfigError, match=message):
-        start_run(RunConfig.from_parameters(target=target, data="absent.jsonl", gpus="cpu", attention=attention),
-                  root=tmp_path / "runs")
+        start_run(
+            RunConfig.from_parameters(target=target, data="absent.jsonl", gpus="cpu", attention=attention),
+            root=tmp_path / "runs",
+        )
     assert not (tmp_path / "runs").exists()
 
 
@@ -71,15 +83,18 @@ def test_a_drafter_to_start_from_brings_its_own_shape(target, tmp_path, monkeypa
         refuse_run(config, ON_A_GPU)
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "block", "fits"), [
-    (32, 8, 128, 32, True),  # 4 x 32 rows: one block a tile
-    (32, 8, 128, 64, False),  # 256 rows
-    (9, 3, 64, 8, False),  # 3 heads a key head
-    (4, 2, 16, 4, True),  # 8 rows, 16 blocks a tile
-    (4, 2, 8, 4, False),  # too narrow for a tensor core's tile
-    (24, 24, 128, 4, True),  # 4 rows, 32 blocks
-    (128, 1, 64, 8, False),  # 1,024 rows
-    (64, 1, 64, 2, False),  # one block of two slots a tile: fewer than 16 keys of its own
-])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "block", "fits"),
+    [
+        (32, 8, 128, 32, True),  # 4 x 32 rows: one block a tile
+        (32, 8, 128, 64, False),  # 256 rows
+        (9, 3, 64, 8, False),  # 3 heads a key head
+        (4, 2, 16, 4, True),  # 8 rows, 16 blocks a tile
+        (4, 2, 8, 4, False),  # too narrow for a tensor core's tile
+        (24, 24, 128, 4, True),  # 4 rows, 32 blocks
+        (128, 1, 64, 8, False),  # 1,024 rows
+        (64, 1, 64, 2, False),  # one block of two slots a tile: fewer than 16 keys of its own
+    ],
+)
 def test_which_shapes_fit(heads, kv_heads, head_dim, block, fits):
     assert kernels.supported(heads, kv_heads, head_dim, block) is fits

@@ -35,9 +35,18 @@ def chat_target(seed=0):
     """A tiny random target over the byte tokenizer, with end token 2."""
     tokenizer = chat_tokenizer()
     torch.manual_seed(seed)
-    config = LlamaConfig(vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-                         num_attention_heads=4, num_key_value_heads=2, initializer_range=0.6, eos_token_id=2,
-                         bos_token_id=1, pad_token_id=0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        initializer_range=0.6,
+        eos_token_id=2,
+        bos_token_id=1,
+        pad_token_id=0,
+    )
     return Target(LlamaForCausalLM(config), tokenizer, [0], source="tiny chat")
 
 
@@ -49,17 +58,20 @@ def saved_target(tmp_path):
     return tmp_path / "target"
 
 
-@pytest.mark.parametrize(("option", "value", "message"), [
-    ("--max-new-tokens", 0, "max_new_tokens must be at least 1, got 0"),
-    ("--batch-size", -1, "batch_size must be at least 1, got -1"),
-    ("--limit", 0, "limit must be at least 1, got 0"),
-    ("--seconds", -1, "seconds must be at least 0"),
-    ("--trial-seconds", "nan", "trial_seconds must be at least 0"),
-    ("--sampled-share", 2, "sampled_share is 2.0; wanted a share of the prompts, 0 to 1"),
-    ("--top-p", 0, "top_p is 0.0"),
-    ("--temperature", "inf", "temperature is inf"),
-    ("--seed", 10**20, "seed must be between -2\\*\\*63 and 2\\*\\*63 - 1, got 1"),
-])
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--max-new-tokens", 0, "max_new_tokens must be at least 1, got 0"),
+        ("--batch-size", -1, "batch_size must be at least 1, got -1"),
+        ("--limit", 0, "limit must be at least 1, got 0"),
+        ("--seconds", -1, "seconds must be at least 0"),
+        ("--trial-seconds", "nan", "trial_seconds must be at least 0"),
+        ("--sampled-share", 2, "sampled_share is 2.0; wanted a share of the prompts, 0 to 1"),
+        ("--top-p", 0, "top_p is 0.0"),
+        ("--temperature", "inf", "temperature is inf"),
+        ("--seed", 10**20, "seed must be between -2\\*\\*63 and 2\\*\\*63 - 1, got 1"),
+    ],
+)
 def test_numbers_that_cannot_work_are_refused_before_the_target_is_loaded(tmp_path, monkeypatch, option, value, message):
     monkeypatch.setattr(regenerate, "load_target", lambda *given: pytest.fail("the target was loaded"))
     with pytest.raises(ConfigError, match=message):
@@ -136,8 +148,20 @@ def test_a_trial_reports_its_rate_and_a_failing_one_counts_as_zero():
 
 def test_rows_hold_ids_text_reason_and_load_as_training_data(tmp_path, saved_target, capsys):
     out = tmp_path / "out.jsonl"
-    run("--target", saved_target, "--prompts", prompts_file(tmp_path), "--out", out, "--max-new-tokens", 10,
-        "--sampled-share", 0.5, "--batch-size", 5)
+    run(
+        "--target",
+        saved_target,
+        "--prompts",
+        prompts_file(tmp_path),
+        "--out",
+        out,
+        "--max-new-tokens",
+        10,
+        "--sampled-share",
+        0.5,
+        "--batch-size",
+        5,
+    )
     summary = json.loads(capsys.readouterr().out.splitlines()[-1])
     rows = rows_of(out)
     assert summary["conversations"] == len(rows) == 18 and summary["remaining"] == 0
@@ -145,8 +169,7 @@ def test_rows_hold_ids_text_reason_and_load_as_training_data(tmp_path, saved_tar
     target = chat_target()
     for row in rows:
         question = row["messages"][0]["content"]
-        assert row["prompt_ids"] == ids_of(target.tokenizer,
-                                           f"<|begin|>user\n{question}<|end|>\n<|begin|>assistant\n")
+        assert row["prompt_ids"] == ids_of(target.tokenizer, f"<|begin|>user\n{question}<|end|>\n<|begin|>assistant\n")
         assert row["finish_reason"] == ("stop" if row["response_ids"][-1] == 2 else "length")
         assert row["dtype"] == "float32"
         if row["sampling"]["temperature"] == 0:
@@ -159,8 +182,7 @@ def test_rows_hold_ids_text_reason_and_load_as_training_data(tmp_path, saved_tar
 
 def test_a_torn_last_line_is_cut_off_and_the_rest_is_written_once(tmp_path, saved_target, capsys):
     out, prompts = tmp_path / "out.jsonl", prompts_file(tmp_path)
-    arguments = ("--target", saved_target, "--prompts", prompts, "--out", out, "--max-new-tokens", 6,
-                 "--batch-size", 4)
+    arguments = ("--target", saved_target, "--prompts", prompts, "--out", out, "--max-new-tokens", 6, "--batch-size", 4)
     run(*arguments)
     whole = out.read_bytes()
     wanted = sorted(json.dumps(row) for row in rows_of(out))
@@ -183,12 +205,29 @@ def test_a_question_asked_twice_is_answered_twice(tmp_path, saved_target):
 
 def test_a_kill_at_any_moment_loses_and_doubles_nothing(tmp_path, saved_target):
     out, prompts = tmp_path / "out.jsonl", prompts_file(tmp_path, 40)
-    command = [sys.executable, "-m", "dflash", "regenerate", "--target", str(saved_target), "--prompts",
-               str(prompts), "--out", str(out), "--max-new-tokens", "24", "--batch-size", "2", "--device", "cpu"]
+    command = [
+        sys.executable,
+        "-m",
+        "dflash",
+        "regenerate",
+        "--target",
+        str(saved_target),
+        "--prompts",
+        str(prompts),
+        "--out",
+        str(out),
+        "--max-new-tokens",
+        "24",
+        "--batch-size",
+        "2",
+        "--device",
+        "cpu",
+    ]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     for wanted in (6, 16):
-        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL,
-                                   stderr=subprocess.PIPE, text=True)
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        )
         deadline = time.monotonic() + 90
         while time.monotonic() < deadline and process.poll() is None:
             if out.exists() and out.read_bytes().count(b"\n") >= wanted:
@@ -200,7 +239,8 @@ def test_a_kill_at_any_moment_loses_and_doubles_nothing(tmp_path, saved_target):
         lines.write(b'{"messages":[{"role":"us')
     subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True)
     assert sorted(row["messages"][0]["content"] for row in rows_of(out)) == sorted(
-        f"question {number}" for number in range(40))
+        f"question {number}" for number in range(40)
+    )
 
 
 def test_continuing_with_other_settings_or_over_a_damaged_file_is_refused(tmp_path, saved_target):
@@ -219,14 +259,30 @@ def test_continuing_with_other_settings_or_over_a_damaged_file_is_refused(tmp_pa
 
 def test_prompt_files_of_every_kind(tmp_path):
     path = tmp_path / "p.jsonl"
-    path.write_text('plain\n{"prompt": "one"}\n' + json.dumps({"messages": [
-        {"role": "system", "content": "s"}, {"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}]}))
+    path.write_text(
+        'plain\n{"prompt": "one"}\n'
+        + json.dumps(
+            {
+                "messages": [
+                    {"role": "system", "content": "s"},
+                    {"role": "user", "content": "u"},
+                    {"role": "assistant", "content": "a"},
+                ]
+            }
+        )
+    )
     assert [[m["content"] for m in messages] for messages in regenerate.read_prompts(path)] == [
-        ["plain"], ["one"], ["s", "u"]]
-    for text, message in (('{"prompt": \n', "line 1 is not valid JSON"), ('{"x": 1}\n', "line 1 has no user message"),
-                          ('{"messages": "hi"}\n', "line 1 has no user message"),
-                          ('{"messages": [{"role": "user"}]}\n', "line 1 has no user message"),
-                          ("fine\n\xff\n", "line 2 is not UTF-8")):
+        ["plain"],
+        ["one"],
+        ["s", "u"],
+    ]
+    for text, message in (
+        ('{"prompt": \n', "line 1 is not valid JSON"),
+        ('{"x": 1}\n', "line 1 has no user message"),
+        ('{"messages": "hi"}\n', "line 1 has no user message"),
+        ('{"messages": [{"role": "user"}]}\n', "line 1 has no user message"),
+        ("fine\n\xff\n", "line 2 is not UTF-8"),
+    ):
         path.write_bytes(text.encode("latin-1"))
         with pytest.raises(DataError, match=message):
             list(regenerate.read_prompts(path))
@@ -239,8 +295,9 @@ def test_prompt_files_of_every_kind(tmp_path):
 
 def test_batches_hold_one_sampling_each_and_interleave():
     greedy, drawn = Sampling(), Sampling(0.8)
-    jobs = [regenerate.Job((), (number,), sampling) for sampling, count in ((greedy, 12), (drawn, 6))
-            for number in range(count)]
+    jobs = [
+        regenerate.Job((), (number,), sampling) for sampling, count in ((greedy, 12), (drawn, 6)) for number in range(count)
+    ]
     parts = regenerate.batches(jobs, 3)
     assert sorted(len(part) for part in parts) == [3] * 6
     assert [part[0].sampling.temperature for part in parts] == [0, 0.8, 0, 0, 0.8, 0]
@@ -315,8 +372,20 @@ def address(server):
 def test_an_endpoint_answers_and_is_continued_like_a_local_target(tmp_path, server, mode):
     server.mode = mode
     out, prompts = tmp_path / "out.jsonl", prompts_file(tmp_path, 9)
-    arguments = ("--endpoint", address(server), "--prompts", prompts, "--out", out, "--batch-size", 2,
-                 "--temperature", 0.7, "--max-new-tokens", 33)
+    arguments = (
+        "--endpoint",
+        address(server),
+        "--prompts",
+        prompts,
+        "--out",
+        out,
+        "--batch-size",
+        2,
+        "--temperature",
+        0.7,
+        "--max-new-tokens",
+        33,
+    )
     run(*arguments)
     rows = rows_of(out)
     assert sorted(row["messages"][1]["content"] for row in rows) == sorted(f"QUESTION {n}" for n in range(9))
@@ -335,8 +404,11 @@ def test_a_busy_server_is_asked_again_and_a_refusal_is_not(server):
     endpoint = Endpoint(address(server) + "/v1/", retries=3, pause=0.01)
     assert endpoint.answer([([{"role": "user", "content": "x"}], {"temperature": 0.0})])[0]["text"] == "X"
     assert len(server.seen) == 3
-    for mode, message in (("down", "gave no answer in 2 tries, last HTTP 503"), ("refuse", "HTTP 400: .*too large"),
-                          ("empty", "answered without a choice")):
+    for mode, message in (
+        ("down", "gave no answer in 2 tries, last HTTP 503"),
+        ("refuse", "HTTP 400: .*too large"),
+        ("empty", "answered without a choice"),
+    ):
         server.mode = mode
         with pytest.raises(RunError, match=message):
             Endpoint(address(server), "m", retries=1, pause=0.01).answer([([{"role": "user", "content": "x"}], {})])

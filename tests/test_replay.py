@@ -27,8 +27,14 @@ def one_thread():
 @pytest.fixture(scope="module")
 def trained(material, tmp_path_factory):  # noqa: F811
     torch.set_num_threads(1)
-    config = write_config(material, tmp_path_factory.mktemp("replay") / "runs/r", gpus="cpu:2", target_gpus="cpu:1",
-                          checkpoint_every=3, keep_checkpoints=9)
+    config = write_config(
+        material,
+        tmp_path_factory.mktemp("replay") / "runs/r",
+        gpus="cpu:2",
+        target_gpus="cpu:1",
+        checkpoint_every=3,
+        keep_checkpoints=9,
+    )
     assert main(["train", "--config", str(config)]) == 0
     return config.parent
 

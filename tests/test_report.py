@@ -22,20 +22,30 @@ from dflash.views.report.notebook_part import repeat_commands, verdict
 from dflash.views.report.story import bottleneck, findings, hardware, headline, status_of, what_ran
 
 CONFIG = {
-    "target": {"target": "smollm2"}, "drafter": {"drafter_layers": 2, "block_size": 8, "max_anchors": 128},
-    "data": {"pack_length": 1024, "data": "data/x.jsonl"}, "train": {"soft_labels": False, "steps": 100},
-}  # fmt: skip
+    "target": {"target": "smollm2"},
+    "drafter": {"drafter_layers": 2, "block_size": 8, "max_anchors": 128},
+    "data": {"pack_length": 1024, "data": "data/x.jsonl"},
+    "train": {"soft_labels": False, "steps": 100},
+}
 EVALUATION = {
-    "acceptance_length": 1.5, "acceptance_interval": [1.4, 1.6], "speedup": 1.2, "exact": 1, "compared": 1,
+    "acceptance_length": 1.5,
+    "acceptance_interval": [1.4, 1.6],
+    "speedup": 1.2,
+    "exact": 1,
+    "compared": 1,
     "warnings": ["prompts are in another mode"],
     "prompts": [
         {
             "prompt": "<|im_start|>system\nBe kind<|im_end|>\n<|im_start|>user\nWhy <b>?<|im_end|>\n<|im_start|>assistant\n",
             "chunks": [{"text": "Be", "accepted": 0}, {"text": "cause </script>", "accepted": 3}],
-            "acceptance_length": 2.5, "tokens": 5, "target_calls": 2, "seconds": 1.0, "plain_seconds": 1.5,
+            "acceptance_length": 2.5,
+            "tokens": 5,
+            "target_calls": 2,
+            "seconds": 1.0,
+            "plain_seconds": 1.5,
         }
     ],
-}  # fmt: skip
+}
 
 
 def load(path):
@@ -128,8 +138,15 @@ def test_a_failed_run_says_what_failed_with_stacks_and_last_good_step(tmp_path):
     assert sections(page)[:3] == ["summary", "what-failed", "curves"]
     assert 'class="badge failed"' in page
     failure = page[page.index('id="what-failed"') : page.index('id="curves"')]
-    for phrase in ("drafter[1]", "a made-up failure", "Traceback (most recent call last)", "Last completed step: 30",
-                   "checkpoints/last", "What every thread was doing", "most recent call first"):  # fmt: skip
+    for phrase in (
+        "drafter[1]",
+        "a made-up failure",
+        "Traceback (most recent call last)",
+        "Last completed step: 30",
+        "checkpoints/last",
+        "What every thread was doing",
+        "most recent call first",
+    ):
         assert phrase in failure, phrase
 
 
@@ -149,16 +166,23 @@ def test_odd_things_are_noticed(tmp_path):
         late = step > 150
         loss, rate = (3.0, 50) if late else (2.0, 100)
         run.metrics.write("step", t=1000.0 + step, step=step, loss=loss, tokens_per_second=rate)
-        run.metrics.write("device", t=1000.0 + step, device="cuda:0", used=(120 if late else 100) << 30, peak=140 << 30,
-                          total=141 << 30)  # fmt: skip
+        run.metrics.write(
+            "device", t=1000.0 + step, device="cuda:0", used=(120 if late else 100) << 30, peak=140 << 30, total=141 << 30
+        )
     for step, value in ((50, 1.5), (100, 1.6), (200, 1.4)):
         run.metrics.write("eval", t=1200.0, step=step, acceptance_length=value)
     run.metrics.write("step", t=1201.0, step=201, loss=float("inf"))
     run.end("completed", dropped_records=3)
     texts = " ".join(f.text for f in findings(load(run.path), "completed"))
     assert "3 records could not be written" in texts
-    for phrase in ("not finite in 1 step.", "best at step 100 (1.60) and ended 0.20 lower", "The loss rose by 4",
-                   "Throughput fell by 50%", "Memory in use on cuda:0 grew by 20%", "within 1% of its memory limit"):
+    for phrase in (
+        "not finite in 1 step.",
+        "best at step 100 (1.60) and ended 0.20 lower",
+        "The loss rose by 4",
+        "Throughput fell by 50%",
+        "Memory in use on cuda:0 grew by 20%",
+        "within 1% of its memory limit",
+    ):
         assert phrase in texts, phrase
     quiet = write_run(tmp_path, "quiet", steps=40)
     assert [f.level for f in findings(load(quiet), "completed")] == []
@@ -192,9 +216,10 @@ def test_words_only_claim_what_the_record_holds(finished):
     assert what_ran({}) == "The configuration does not say."
     assert what_ran({"drafter_layers": 3}) == "A 3-layer drafter."
     environment = {
-        "cuda": {"devices": [{"name": "H200", "memory": 141 << 30}] * 8}, "packages": {"torch": "2.13"},
+        "cuda": {"devices": [{"name": "H200", "memory": 141 << 30}] * 8},
+        "packages": {"torch": "2.13"},
         "cpu": {"name": "EPYC", "usable": 2, "memory": 8 << 30},
-    }  # fmt: skip
+    }
     assert hardware(environment, load(finished)) == "2 × H200 (141.0 GiB), torch 2.13"  # the devices that were used
     bare = RunSeries("nowhere")
     bare.memory["cpu"] = bare.loss
@@ -228,9 +253,10 @@ def test_a_killed_kernel_is_told_from_a_finished_one():
 def test_the_command_that_repeats_a_run_is_shell_safe():
     notebook = executed(("a", 1, []))
     notebook.metadata["papermill"] = {
-        "input_path": "notebooks/05_train.ipynb", "output_path": "runs/a b/report.ipynb",
+        "input_path": "notebooks/05_train.ipynb",
+        "output_path": "runs/a b/report.ipynb",
         "parameters": {"gpus": "5,6,7", "layers": [1, 2], "lr": 0.001},
-    }  # fmt: skip
+    }
     assert repeat_commands(notebook)[1] == (
         "papermill notebooks/05_train.ipynb 'runs/a b/report.ipynb' -p gpus 5,6,7 -y 'layers: [1, 2]' -p lr 0.001"
     )
@@ -240,9 +266,12 @@ def test_the_command_that_repeats_a_run_is_shell_safe():
 def test_widget_state_and_scripts_of_a_notebook_stay_out(tmp_path):
     view = nbformat.v4.new_output(
         "display_data",
-        {"application/vnd.jupyter.widget-view+json": {"model_id": "x"}, "text/plain": "VBox()",
-         "application/javascript": "alert(1)"},
-    )  # fmt: skip
+        {
+            "application/vnd.jupyter.widget-view+json": {"model_id": "x"},
+            "text/plain": "VBox()",
+            "application/javascript": "alert(1)",
+        },
+    )
     notebook = executed(("show()", 1, [view]))
     notebook.metadata["widgets"] = {"state": "x" * 1_000_000}
     nbformat.write(notebook, tmp_path / "n.ipynb")
@@ -251,8 +280,10 @@ def test_widget_state_and_scripts_of_a_notebook_stay_out(tmp_path):
 
 
 def test_the_lines_of_a_text_form_stay_lines_under_the_plot(tmp_path):
-    drawn = [nbformat.v4.new_output("display_data", {"image/png": "iVBORw0KGgo=", "text/plain": text})
-             for text in ("one line", "drafter 0 |##--|\ndrafter 1 | ###|")]
+    drawn = [
+        nbformat.v4.new_output("display_data", {"image/png": "iVBORw0KGgo=", "text/plain": text})
+        for text in ("one line", "drafter 0 |##--|\ndrafter 1 | ###|")
+    ]
     nbformat.write(executed(("show()", 1, drawn)), tmp_path / "n.ipynb")
     page = build_report(tmp_path / "n.ipynb", static=True).read_text()
     assert "<figcaption>one line</figcaption>" in page

@@ -105,8 +105,10 @@ def test_another_target_is_refused_and_a_moved_one_is_not(run, material, tmp_pat
     assert main(["train", "--config", change(run, "target", target=str(tmp_path / "moved/target")), "--resume"]) == 0
 
 
-@pytest.mark.parametrize(("room", "name", "was", "now"), [
-    ("drafter", "drafter_layers", 1, 2), ("target", "num_captured", 2, 1), ("target", "target_layers", [0, 3], [0, 1])])
+@pytest.mark.parametrize(
+    ("room", "name", "was", "now"),
+    [("drafter", "drafter_layers", 1, 2), ("target", "num_captured", 2, 1), ("target", "target_layers", [0, 3], [0, 1])],
+)
 def test_a_drafter_of_another_shape_is_refused(run, capsys, room, name, was, now):
     said = refused(change(run, room, **{name: now}), capsys)
     assert f"{name} {was}, the settings say {now}" in said
@@ -115,8 +117,16 @@ def test_a_drafter_of_another_shape_is_refused(run, capsys, room, name, was, now
 def test_a_run_that_started_from_a_drafter_keeps_that_drafters_shape(trained, material, tmp_path, capsys):  # noqa: F811
     """Its own settings of the shape were never read."""
     (_, checkpoint), *_ = checkpoints(trained)
-    config = write_config(material, tmp_path / "runs/second", start_from=str(checkpoint), drafter_layers=2, num_captured=1,
-                          warm_start=False, checkpoint_every=4, steps=4)
+    config = write_config(
+        material,
+        tmp_path / "runs/second",
+        start_from=str(checkpoint),
+        drafter_layers=2,
+        num_captured=1,
+        warm_start=False,
+        checkpoint_every=4,
+        steps=4,
+    )
     assert main(["train", "--config", str(config)]) == 0
     assert main(["train", "--config", change(config.parent, "train", steps=6), "--resume"]) == 0
     assert [r["step"] for r in kinds(config.parent)["step"]] == list(range(1, 7))
@@ -125,8 +135,9 @@ def test_a_run_that_started_from_a_drafter_keeps_that_drafters_shape(trained, ma
 def test_auto_dtypes_stay_those_of_the_checkpoint(run, monkeypatch):
     """On a CPU "auto" is a measurement, and one that may come out otherwise when a run goes on."""
     assert dtypes_before(run) == ("float32", "float32")
-    monkeypatch.setattr(sources, "compute_dtype", lambda name, device: torch.bfloat16 if name == "auto" else
-                        getattr(torch, name))
+    monkeypatch.setattr(
+        sources, "compute_dtype", lambda name, device: torch.bfloat16 if name == "auto" else getattr(torch, name)
+    )
     topology = decide(RuntimeOptions(gpus="cpu"), 0)
     for before, wanted in ((None, "bfloat16"), (("float32", "float32"), "float32")):
         said = []
@@ -143,8 +154,10 @@ def test_another_dtype_than_the_checkpoints_is_said():
     said, topology = [], decide(RuntimeOptions(gpus="cpu"), 0)
     config = RunConfig.from_parameters(dtype="bfloat16", target_dtype="bfloat16")
     assert sources.fit_to(config, topology, said.append, ("float32", "bfloat16")).target.target_dtype == "bfloat16"
-    assert said == ["target_dtype is bfloat16, and the checkpoint was trained in float32: the run goes on, but it is not "
-                    "the unbroken run"]
+    assert said == [
+        "target_dtype is bfloat16, and the checkpoint was trained in float32: the run goes on, but it is not "
+        "the unbroken run"
+    ]
 
 
 def test_an_existing_run_is_refused_for_its_memory_too(run, capsys):
@@ -199,8 +212,9 @@ def test_where_all_are_damaged_the_error_says_so(run, capsys):
 
 def test_a_state_of_other_weights_is_refused_by_the_optimizer():
     def optimizer(*shapes):
-        return MasterAdamW([torch.nn.Parameter(torch.zeros(s)) for s in shapes], betas=(0.9, 0.95), weight_decay=0.0,
-                           max_grad_norm=1.0)
+        return MasterAdamW(
+            [torch.nn.Parameter(torch.zeros(s)) for s in shapes], betas=(0.9, 0.95), weight_decay=0.0, max_grad_norm=1.0
+        )
 
     state = optimizer((2, 3), (4,)).state_dict()
     optimizer((2, 3), (4,)).load_state_dict(state)
@@ -217,8 +231,9 @@ def test_finite_weights_are_finite_however_large():
 @pytest.mark.slow
 def test_a_killed_rank_is_named(material, tmp_path):  # noqa: F811
     """The others only see it vanish; the signal is what ended the run."""
-    config = write_config(material, tmp_path / "runs/killed", gpus="cpu:2", target_gpus="cpu:1", launcher="torchrun",
-                          steps=100000)
+    config = write_config(
+        material, tmp_path / "runs/killed", gpus="cpu:2", target_gpus="cpu:1", launcher="torchrun", steps=100000
+    )
     run, child = config.parent, start(config, tmp_path / "runs")
     wait_for_steps(run, 2, child)
     victim = next(pid for pid in processes_of(config) if rank_of(pid) == "1")

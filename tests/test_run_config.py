@@ -124,8 +124,15 @@ def test_drafter_config_refuses_what_cannot_be():
 def test_drafter_config_follows_the_target_also_a_nested_one():
     from transformers import LlamaConfig, Qwen3Config
 
-    text = Qwen3Config(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=32, intermediate_size=96,
-                       vocab_size=100, rope_parameters={"rope_theta": 5e6, "rope_type": "default"})
+    text = Qwen3Config(
+        hidden_size=64,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        intermediate_size=96,
+        vocab_size=100,
+        rope_parameters={"rope_theta": 5e6, "rope_type": "default"},
+    )
     got = create_drafter_config(text, num_draft_layers=3, intermediate_size=80)
     assert (got.hidden_size, got.num_hidden_layers, got.head_dim, got.intermediate_size) == (64, 3, 32, 80)
     assert got.rope_theta == 5e6 and got.vocab_size == 100

@@ -33,8 +33,9 @@ def test_the_best_split_is_the_one_whose_slower_side_is_fastest():
 
 def test_advice_says_how_much_another_split_would_give():
     text = advice(8, Rates(7800, 36000), (5, 3))
-    assert ("best of 8: 6 targets and 2 drafters, 46,800 tokens/s; 1.20 times the 39,000 of 5 + 3, which is bound by its "
-            "targets") in text
+    assert (
+        "best of 8: 6 targets and 2 drafters, 46,800 tokens/s; 1.20 times the 39,000 of 5 + 3, which is bound by its targets"
+    ) in text
     assert text.count("\n") == 8
     assert "6 + 2 is as good" in advice(8, Rates(7800, 36000), (6, 2))
 
@@ -80,8 +81,27 @@ def test_workers_that_share_the_cores_are_counted(gpus, target_gpus, workers):
 def test_rates_that_a_pipeline_outruns_give_no_advice(capsys, monkeypatch):
     """A stage that shared the machine with others while it was measured alone."""
     monkeypatch.setattr(pipeline, "_TOO_FAST", 0.0)
-    assert main(["bench", "pipeline", "--shape", "tiny", "--gpus", "cpu:1", "--target-gpus", "cpu:1", "--target-layers", "2",
-                 "--steps", "5", "--advise", "8"]) == 0
+    assert (
+        main(
+            [
+                "bench",
+                "pipeline",
+                "--shape",
+                "tiny",
+                "--gpus",
+                "cpu:1",
+                "--target-gpus",
+                "cpu:1",
+                "--target-layers",
+                "2",
+                "--steps",
+                "5",
+                "--advise",
+                "8",
+            ]
+        )
+        == 0
+    )
     shown = capsys.readouterr().out
     assert "no advice: the pipeline was" in shown and "best of 8" not in shown
 
@@ -89,8 +109,32 @@ def test_rates_that_a_pipeline_outruns_give_no_advice(capsys, monkeypatch):
 def test_the_bench_measures_checks_and_advises(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(pipeline, "_TOO_FAST", float("inf"))  # other tests may use this machine
     out = tmp_path / "pipeline.json"
-    assert main(["bench", "pipeline", "--shape", "tiny", "--gpus", "cpu:2", "--target-gpus", "cpu:2", "--target-layers", "4",
-                 "--steps", "10", "--check", "--check-steps", "30", "--advise", "8", "--json", str(out)]) == 0
+    assert (
+        main(
+            [
+                "bench",
+                "pipeline",
+                "--shape",
+                "tiny",
+                "--gpus",
+                "cpu:2",
+                "--target-gpus",
+                "cpu:2",
+                "--target-layers",
+                "4",
+                "--steps",
+                "10",
+                "--check",
+                "--check-steps",
+                "30",
+                "--advise",
+                "8",
+                "--json",
+                str(out),
+            ]
+        )
+        == 0
+    )
     result = json.loads(out.read_text())
     assert result["target"]["tokens_per_second"] > 0 and result["pipeline"]["finite"]
     together, tokens = result["pipeline"], 2 * result["shape"]["tokens"]  # two drafters, a pack each

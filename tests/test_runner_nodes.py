@@ -26,12 +26,28 @@ def start_nodes(config, nodes: int, processes: int | list[int]) -> list[subproce
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(nodes),
-               "--master-addr", "127.0.0.1", "--master-port", str(port)]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nnodes",
+        str(nodes),
+        "--master-addr",
+        "127.0.0.1",
+        "--master-port",
+        str(port),
+    ]
     train = ["-m", "dflash", "train", "--config", str(config)]
-    return [subprocess.Popen([*command, "--node-rank", str(node), "--nproc-per-node", str(counts[node]), *train],
-                             env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-            for node in range(nodes)]
+    return [
+        subprocess.Popen(
+            [*command, "--node-rank", str(node), "--nproc-per-node", str(counts[node]), *train],
+            env=ENVIRONMENT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for node in range(nodes)
+    ]
 
 
 def wait(children: list[subprocess.Popen]) -> list[str]:
@@ -45,8 +61,9 @@ def wait(children: list[subprocess.Popen]) -> list[str]:
 def test_two_nodes_give_the_serial_numbers(material, tmp_path):  # noqa: F811
     serial = write_config(material, tmp_path / "runs/serial", packs_per_step=4)
     assert main(["train", "--config", str(serial)]) == 0
-    config = write_config(material, tmp_path / "runs/nodes", packs_per_step=4, gpus="cpu:1", target_gpus="cpu:1",
-                          launcher="torchrun")
+    config = write_config(
+        material, tmp_path / "runs/nodes", packs_per_step=4, gpus="cpu:1", target_gpus="cpu:1", launcher="torchrun"
+    )
     children = start_nodes(config, 2, 2)
     output = "\n".join(wait(children))
     assert [child.returncode for child in children] == [0, 0], output
@@ -61,8 +78,9 @@ def test_two_nodes_give_the_serial_numbers(material, tmp_path):  # noqa: F811
 
 @pytest.mark.parametrize("processes", [[2, 4], [4, 2]])
 def test_a_wrong_number_on_one_node_ends_both_with_the_right_one(material, tmp_path, processes):  # noqa: F811
-    config = write_config(material, tmp_path / "runs/nodes", packs_per_step=4, gpus="cpu:1", target_gpus="cpu:1",
-                          launcher="torchrun")
+    config = write_config(
+        material, tmp_path / "runs/nodes", packs_per_step=4, gpus="cpu:1", target_gpus="cpu:1", launcher="torchrun"
+    )
     began = time.monotonic()
     children = start_nodes(config, 2, processes)
     for output in wait(children):

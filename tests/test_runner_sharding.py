@@ -31,9 +31,17 @@ def serial_run(material, tmp_path_factory):  # noqa: F811
 @pytest.fixture(scope="module")
 def sharded_run(material, tmp_path_factory):  # noqa: F811
     """8 steps by two ranks that share one drafter, with checkpoints after 4 and 8."""
-    config = write_config(material, tmp_path_factory.mktemp("sharded") / "runs/whole", gpus="cpu:2", target_gpus="cpu:1",
-                          launcher="torchrun", drafter_parallel="fsdp2", packs_per_step=4, checkpoint_every=4,
-                          keep_checkpoints=9)
+    config = write_config(
+        material,
+        tmp_path_factory.mktemp("sharded") / "runs/whole",
+        gpus="cpu:2",
+        target_gpus="cpu:1",
+        launcher="torchrun",
+        drafter_parallel="fsdp2",
+        packs_per_step=4,
+        checkpoint_every=4,
+        keep_checkpoints=9,
+    )
     assert main(["train", "--config", str(config)]) == 0, (config.parent / "torchrun.log").read_text()
     return config.parent
 
@@ -90,8 +98,9 @@ def test_threads_and_then_three_ranks_go_on_with_it(sharded_run, tmp_path):
     assert losses(threads) == pytest.approx(losses(sharded_run), abs=1e-6)
     assert not (latest_checkpoint(threads) / shards.FOLDER).exists()
     for run, after in ((threads, 6), (sharded_run, 4)):
-        three = go_on(run, tmp_path / f"runs/three{after}", after, gpus="cpu:3", launcher="torchrun",
-                      drafter_parallel="fsdp2")
+        three = go_on(
+            run, tmp_path / f"runs/three{after}", after, gpus="cpu:3", launcher="torchrun", drafter_parallel="fsdp2"
+        )
         assert losses(three) == pytest.approx(losses(sharded_run), abs=1e-6)
         assert worst(final(three), final(sharded_run)) < 1e-6
         assert len(list((latest_checkpoint(three) / shards.FOLDER).glob("*.distcp"))) == 3

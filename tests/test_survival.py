@@ -45,12 +45,18 @@ def one_thread():
 
 # -- checkpoints --------------------------------------------------------------------------------------------------
 
+
 def test_twenty_kills_in_a_save_lose_nothing(tmp_path):
     """Half-written folders never count; what was complete before a kill is complete after it (speculators#739)."""
     began = time.monotonic()
     environment = {**os.environ, "PYTHONPATH": f"{HERE.parent}:{HERE}", "OMP_NUM_THREADS": "1"}
-    ran = subprocess.run([sys.executable, str(HERE / "survival_lab.py"), str(tmp_path), "20"], capture_output=True,
-                         text=True, timeout=150, env=environment)
+    ran = subprocess.run(
+        [sys.executable, str(HERE / "survival_lab.py"), str(tmp_path), "20"],
+        capture_output=True,
+        text=True,
+        timeout=150,
+        env=environment,
+    )
     assert ran.returncode == 0, ran.stderr[-3000:]
     seen = json.loads(ran.stdout.splitlines()[-1])
     assert seen["killed"] == 20 and seen["inside"] >= 5, f"the kills must hit saves: {seen}"
@@ -107,6 +113,7 @@ def test_a_checkpoint_that_would_run_code_is_refused(tmp_path):
 
 
 # -- the record -------------------------------------------------------------------------------------------------------
+
 
 def test_the_record_goes_back_to_the_checkpoint_and_keeps_what_it_cuts(tmp_path):
     run = Run.create(tmp_path, {}, "r")
@@ -190,6 +197,7 @@ def test_a_run_that_failed_and_was_resumed_has_every_step_once(material, tmp_pat
 
 # -- state -------------------------------------------------------------------------------------------------------------
 
+
 def test_optimizers_that_load_one_state_do_not_share_it():
     model = torch.nn.Linear(3, 2)
     first = MasterAdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.0, max_grad_norm=1.0)
@@ -242,8 +250,11 @@ def test_other_data_or_order_is_noticed_on_resume():
     plans = planner(settings, drafter)
     state = {"plan": plan_fingerprint(plans)}
     assert same_plan(state, planner(settings, drafter)) is None and same_plan({}, plans) is None
-    for other in (planner(options(seed=1), drafter), planner(settings, drafter, packs(4)), planner(settings, drafter,
-                                                                                                   packs(5, seed=4))):
+    for other in (
+        planner(options(seed=1), drafter),
+        planner(settings, drafter, packs(4)),
+        planner(settings, drafter, packs(5, seed=4)),
+    ):
         assert isinstance(other, Planner) and "not the unbroken run" in same_plan(state, other)
 
 

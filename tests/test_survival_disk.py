@@ -34,6 +34,7 @@ def one_thread():
 
 # -- full disks ---------------------------------------------------------------------------------------------------------
 
+
 @contextmanager
 def small_disk(folder: Path, size: str):
     """A tmpfs of `size`; skips where it cannot be mounted."""

@@ -34,10 +34,21 @@ def material(tmp_path_factory):
     root = tmp_path_factory.mktemp("material")
     tokenizer = chat_tokenizer()
     torch.manual_seed(0)
-    config = LlamaConfig(vocab_size=len(tokenizer), hidden_size=128, intermediate_size=256, num_hidden_layers=4,
-                         num_attention_heads=4, num_key_value_heads=2, head_dim=64, max_position_embeddings=2048,
-                         initializer_range=0.05, tie_word_embeddings=True, bos_token_id=None, pad_token_id=0,
-                         eos_token_id=tokenizer.eos_token_id)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=2048,
+        initializer_range=0.05,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        pad_token_id=0,
+        eos_token_id=tokenizer.eos_token_id,
+    )
     save_material(root, LlamaForCausalLM(config), tokenizer)
     return root
 
@@ -62,8 +73,13 @@ def test_out_of_memory_names_the_device_and_the_run_goes_on_afterwards(material,
         train_run(Run.open(config.parent), RunConfig.load(config))
     text = str(caught.value)
     device = f"cuda:{layout['gpus']}"
-    for wanted in (f"on {device} is out of memory", "Tried to allocate", f"memory of {device} (GiB)", "estimated in all",
-                   "max_anchors (now 16)"):
+    for wanted in (
+        f"on {device} is out of memory",
+        "Tried to allocate",
+        f"memory of {device} (GiB)",
+        "estimated in all",
+        "max_anchors (now 16)",
+    ):
         assert wanted in text, wanted
     monkeypatch.undo()
     del caught
@@ -95,8 +111,9 @@ def test_a_run_in_two_parts_is_the_unbroken_run(material, tmp_path, launcher, la
 
 @pytest.mark.parametrize("attention", ["flex", "triton"])
 def test_a_step_that_ran_in_bfloat16_is_replayed_in_float32(material, tmp_path, attention):
-    config = write_config(material, tmp_path / "runs/r", checkpoint_every=3, keep_checkpoints=9, attention=attention,
-                          **BFLOAT16, **SHARED)
+    config = write_config(
+        material, tmp_path / "runs/r", checkpoint_every=3, keep_checkpoints=9, attention=attention, **BFLOAT16, **SHARED
+    )
     assert main(["train", "--config", str(config)]) == 0
     assert main(["replay", "--run", str(config.parent), "--step", "6", "--device", "cuda:0"]) == 0
     record = next(r for r in kinds(config.parent)["step"] if r["step"] == 6)

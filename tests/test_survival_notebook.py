@@ -31,14 +31,26 @@ outcome = train_run(Run.open(run_path), RunConfig.load(run_path + '/config.yaml'
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["threads", "torchrun"])
 def test_a_killed_kernel_leaves_no_orphan_and_a_run_that_resumes(material, tmp_path, launcher):  # noqa: F811
-    config = write_config(material, tmp_path / "runs/night", gpus="cpu:2", target_gpus="cpu:1", launcher=launcher,
-                          steps=100000, checkpoint_every=2)
+    config = write_config(
+        material,
+        tmp_path / "runs/night",
+        gpus="cpu:2",
+        target_gpus="cpu:1",
+        launcher=launcher,
+        steps=100000,
+        checkpoint_every=2,
+    )
     run, pid_file = config.parent, tmp_path / "pid"
     parameters = f"run_path: str = {str(run)!r}\npid_file: str = {str(pid_file)!r}"
     notebook = write_notebook(tmp_path / "n.ipynb", parameters, CELLS)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    child = subprocess.Popen([sys.executable, "-m", "dflash", "run", str(notebook), str(run / "report.ipynb"), "--static"],
-                             env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    child = subprocess.Popen(
+        [sys.executable, "-m", "dflash", "run", str(notebook), str(run / "report.ipynb"), "--static"],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     deadline = time.monotonic() + 120
     while len(losses(run)) < 5:
         assert child.poll() is None, child.stdout.read()

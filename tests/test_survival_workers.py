@@ -34,6 +34,7 @@ def one_thread():
 
 # -- workers that die, hang or run out of memory ---------------------------------------------------------------------
 
+
 class BrokenMetrics:
     """A record that fails when a worker writes to it."""
 
@@ -55,6 +56,7 @@ def place_fault(engine, place: str, effect) -> str:
             if len(visits) >= 3:
                 effect()
             return call(*arguments, **keywords)
+
         return wrapped
 
     if place == "target":
@@ -120,8 +122,15 @@ def test_out_of_memory_in_one_drafter_names_device_table_and_knobs(material, tmp
         train_run(run, RunConfig.load(config))
     text = str(caught.value)
     assert text.startswith("drafter[1] on cpu is out of memory: CUDA out of memory. Tried to allocate 276.36 GiB.\n")
-    for wanted in ("memory of cpu (GiB)", "estimated: optimizer", "estimated in all", "max_anchors (now 16)",
-                   "pack_length (now 192)", "queue_depth (now 2)", "draft_vocab"):
+    for wanted in (
+        "memory of cpu (GiB)",
+        "estimated: optimizer",
+        "estimated in all",
+        "max_anchors (now 16)",
+        "pack_length (now 192)",
+        "queue_depth (now 2)",
+        "draft_vocab",
+    ):
         assert wanted in text, wanted
     assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
     fault = kinds(run.path)["fault"][0]
@@ -131,10 +140,12 @@ def test_out_of_memory_in_one_drafter_names_device_table_and_knobs(material, tmp
 
 # -- processes ------------------------------------------------------------------------------------------------------------
 
+
 def test_ranks_of_a_killed_launcher_end_with_a_checkpoint(material, tmp_path):  # noqa: F811
     """A kernel that is killed must not leave ranks that train on."""
-    config = write_config(material, tmp_path / "runs/orphans", gpus="cpu:2", target_gpus="cpu:1", launcher="torchrun",
-                          steps=100000)
+    config = write_config(
+        material, tmp_path / "runs/orphans", gpus="cpu:2", target_gpus="cpu:1", launcher="torchrun", steps=100000
+    )
     run, child = config.parent, start(config, tmp_path / "runs")
     wait_for_steps(run, 2, child)
     assert len(processes_of(config)) >= 3
@@ -149,8 +160,9 @@ def test_ranks_of_a_killed_launcher_end_with_a_checkpoint(material, tmp_path):  
 
 
 def test_a_signal_while_ranks_start_ends_the_run_after_its_first_step(material, tmp_path):  # noqa: F811
-    config = write_config(material, tmp_path / "runs/early", gpus="cpu:2", target_gpus="cpu:1", launcher="torchrun",
-                          steps=2000)
+    config = write_config(
+        material, tmp_path / "runs/early", gpus="cpu:2", target_gpus="cpu:1", launcher="torchrun", steps=2000
+    )
     child, deadline = start(config, tmp_path / "runs"), time.monotonic() + 60
     while len(processes_of(config)) < 2 and time.monotonic() < deadline:  # the launcher, and its torchrun
         time.sleep(0.05)
@@ -163,8 +175,15 @@ def test_a_signal_while_ranks_start_ends_the_run_after_its_first_step(material, 
 @pytest.mark.parametrize(("number", "parallel"), [(signal.SIGTERM, "replicate"), (signal.SIGINT, "fsdp2")])
 def test_a_signal_to_every_process_of_a_job_is_one_wish(material, tmp_path, number, parallel):  # noqa: F811
     """As a container's stop or a batch system sends it; ranks get it from their torchrun once more."""
-    config = write_config(material, tmp_path / "runs/all", gpus="cpu:2", target_gpus="cpu:1", launcher="torchrun",
-                          drafter_parallel=parallel, steps=100000)
+    config = write_config(
+        material,
+        tmp_path / "runs/all",
+        gpus="cpu:2",
+        target_gpus="cpu:1",
+        launcher="torchrun",
+        drafter_parallel=parallel,
+        steps=100000,
+    )
     run, child = config.parent, start(config, tmp_path / "runs")
     wait_for_steps(run, 3, child)
     for process in processes_of(config):
@@ -194,8 +213,14 @@ print("master", os.environ["MASTER_ADDR"], os.environ.get("GLOO_SOCKET_IFNAME"))
 def test_the_rendezvous_is_on_the_loopback_interface(tmp_path):
     """A rank looks at what the process that started it listens on."""
     (tmp_path / "look.py").write_text(LISTENERS)
-    done = subprocess.run(torchrun_command(1, [str(tmp_path / "look.py")]), env=child_environment(), text=True, timeout=120,
-                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    done = subprocess.run(
+        torchrun_command(1, [str(tmp_path / "look.py")]),
+        env=child_environment(),
+        text=True,
+        timeout=120,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
     assert done.returncode == 0, done.stdout
     found = [line for line in done.stdout.splitlines() if line.startswith("listens on")]
     assert found and set(found) == {"listens on tcp 0100007F"}, done.stdout

@@ -67,17 +67,21 @@ def test_a_documents_features_do_not_depend_on_its_neighbours(kind, max_tokens):
     packed = target.capture(ids, torch.tensor(sizes))
     at = 0
     for size in sizes:
-        alone = target.capture(ids[:, at: at + size])
-        layers, last = oracle(target, ids[:, at: at + size])
-        for got in (packed.all_hidden_states[:, at: at + size], alone.all_hidden_states):
+        alone = target.capture(ids[:, at : at + size])
+        layers, last = oracle(target, ids[:, at : at + size])
+        for got in (packed.all_hidden_states[:, at : at + size], alone.all_hidden_states):
             torch.testing.assert_close(got, torch.cat([layers[0], layers[1], layers[3]], -1), atol=2e-4, rtol=2e-4)
-        torch.testing.assert_close(packed.verifier_last_hidden[:, at: at + size], last, atol=2e-4, rtol=2e-4)
+        torch.testing.assert_close(packed.verifier_last_hidden[:, at : at + size], last, atol=2e-4, rtol=2e-4)
         at += size
     assert not packed.all_hidden_states[:, at:].any() and not packed.verifier_last_hidden[:, at:].any()
     changed = ids.clone()
     changed[0, :7] = 3  # another first document
-    torch.testing.assert_close(target.capture(changed, torch.tensor(sizes)).all_hidden_states[:, 7:],
-                               packed.all_hidden_states[:, 7:], atol=0, rtol=0)
+    torch.testing.assert_close(
+        target.capture(changed, torch.tensor(sizes)).all_hidden_states[:, 7:],
+        packed.all_hidden_states[:, 7:],
+        atol=0,
+        rtol=0,
+    )
 
 
 def test_the_isolation_test_would_fail_on_a_plain_packed_forward():
@@ -164,15 +168,17 @@ def no_norm(target):
 
 
 def twice(target):
-    target.capture = lambda ids, *rest: _replaced(target, ids, lambda states: target.decoder.norm(
-        target.decoder.norm(states)))
+    target.capture = lambda ids, *rest: _replaced(
+        target, ids, lambda states: target.decoder.norm(target.decoder.norm(states))
+    )
 
 
 def plain_scale(target):
     """w where the family scales by 1 + w (Model-Optimizer#1846)."""
     weight = target.decoder.norm.weight
     target.capture = lambda ids, *rest: _replaced(
-        target, ids, lambda states: torch.nn.functional.rms_norm(states, (32,), weight, 1e-6))
+        target, ids, lambda states: torch.nn.functional.rms_norm(states, (32,), weight, 1e-6)
+    )
 
 
 def soft_cap(target):
@@ -207,8 +213,15 @@ def test_self_test_stops_on(fault):
 
 
 def test_tied_embeddings_share_one_tensor_and_untied_do_not():
-    config = LlamaConfig(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-                         num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True)
+    config = LlamaConfig(
+        vocab_size=61,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+    )
     tied = Target(LlamaForCausalLM(config), layer_ids=[0])
     assert tied.head_weight.data_ptr() == tied.embed_weight.data_ptr() and tied.self_test() < 1e-3
     assert build().head_weight.data_ptr() != build().embed_weight.data_ptr()
@@ -223,9 +236,17 @@ def test_default_layer_ids_are_the_published_spread():
         default_layer_ids(4)
 
 
-@pytest.mark.parametrize(("ids", "message"), [
-    ([4], "layer id 4 is out of range: this target has layers 0 to 3"), ([-1], "layer id -1 is out of range"),
-    ([1, 1], "without repeats"), ([], "non-empty"), ([1.0], "1.0 is not an integer"), ([True], "not an integer")])
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ([4], "layer id 4 is out of range: this target has layers 0 to 3"),
+        ([-1], "layer id -1 is out of range"),
+        ([1, 1], "without repeats"),
+        ([], "non-empty"),
+        ([1.0], "1.0 is not an integer"),
+        ([True], "not an integer"),
+    ],
+)
 def test_bad_layer_ids(ids, message):
     with pytest.raises(TargetError, match=message):
         Target(build().model, layer_ids=ids)
@@ -237,8 +258,13 @@ def test_a_model_without_layers_is_named():
 
 
 def test_fingerprint_follows_weights_layers_and_dtype():
-    marks = [build().fingerprint(), build(seed=1).fingerprint(), build(layer_ids=(0, 1)).fingerprint(),
-             build(dtype=torch.bfloat16).fingerprint(), build("sliding").fingerprint()]
+    marks = [
+        build().fingerprint(),
+        build(seed=1).fingerprint(),
+        build(layer_ids=(0, 1)).fingerprint(),
+        build(dtype=torch.bfloat16).fingerprint(),
+        build("sliding").fingerprint(),
+    ]
     assert len(set(marks)) == 5 and build().fingerprint() == marks[0]
 
 
@@ -251,9 +277,15 @@ def test_mask_token_choice_and_its_bad_values():
     assert choose_mask_token_id(tokenizer, size) == 3  # first special token that the template does not use
     tokenizer.add_special_tokens({"mask_token": "<|unused|>"})
     assert choose_mask_token_id(tokenizer, size) == 5
-    for bad, message in ((0, "also the pad token"), (2, "also the eos token"), (1, "also the bos token"),
-                         (7, "also the end token 7"), (size, f"outside the embedding, which has {size} rows"),
-                         (-1, "outside the embedding"), ("3", "wanted an integer")):
+    for bad, message in (
+        (0, "also the pad token"),
+        (2, "also the eos token"),
+        (1, "also the bos token"),
+        (7, "also the end token 7"),
+        (size, f"outside the embedding, which has {size} rows"),
+        (-1, "outside the embedding"),
+        ("3", "wanted an integer"),
+    ):
         with pytest.raises(TargetError, match=message):
             validate_mask_token_id(bad, tokenizer, size, end_ids=[7])
     assert validate_mask_token_id(5, tokenizer, size, [7]) == 5

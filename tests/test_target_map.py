@@ -44,8 +44,15 @@ def test_devices_get_about_as_many_bytes_and_a_tied_head_stays_with_the_embeddin
 
     from dflash.target.capture import Target
 
-    config = LlamaConfig(vocab_size=640, hidden_size=32, intermediate_size=64, num_hidden_layers=12, num_attention_heads=4,
-                         num_key_value_heads=2, tie_word_embeddings=True)
+    config = LlamaConfig(
+        vocab_size=640,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=12,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+    )
     target = Target(LlamaForCausalLM(config), layer_ids=[1, 5])
     plan = device_map(target, gpus(2))
     assert plan["lm_head"].index == plan["model.embed_tokens"].index == 0

@@ -34,9 +34,15 @@ def kinds(path, kind):
 
 def test_values_of_other_libraries_become_strict_json(run):
     run.metrics.write(
-        "step", loss=torch.tensor(float("nan")), lr=np.float32(0.5), accuracy=torch.tensor([0.25, float("inf")]),
-        count=np.int64(3), flag=np.bool_(True), nested={"a": (1, np.nan)}, path=run.path,
-    )  # fmt: skip
+        "step",
+        loss=torch.tensor(float("nan")),
+        lr=np.float32(0.5),
+        accuracy=torch.tensor([0.25, float("inf")]),
+        count=np.int64(3),
+        flag=np.bool_(True),
+        nested={"a": (1, np.nan)},
+        path=run.path,
+    )
     line = (run.path / "metrics.jsonl").read_text().splitlines()[-1]
     record = json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
     assert record["loss"] is None and "loss" in record
@@ -151,8 +157,11 @@ def test_a_fault_keeps_its_traceback(run):
         run.fault(error, worker="drafter[1]", step=12)
     fault = kinds(run.path, "fault")[0]
     assert (fault["worker"], fault["type"], fault["message"], fault["step"]) == (
-        "drafter[1]", "ValueError", "wanted 3, got 4", 12,
-    )  # fmt: skip
+        "drafter[1]",
+        "ValueError",
+        "wanted 3, got 4",
+        12,
+    )
     assert "raise ValueError" in json.loads((run.path / "failure.json").read_text())["traceback"]
 
 

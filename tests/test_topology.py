@@ -13,11 +13,32 @@ from dflash.train.topology import decide, default_drafters, parse_gpus
 @pytest.mark.parametrize(
     ("value", "wanted"),
     [
-        (None, None), ("", None), ("  ", None), ([], None), ("[]", None),
-        (5, [5]), ("5", [5]), (" 5 ", [5]), ("5,", [5]), ("5,6,7", [5, 6, 7]), ("5, 6, 7", [5, 6, 7]),
-        ("5 6 7", [5, 6, 7]), ("[5, 6, 7]", [5, 6, 7]), ("(5,)", [5]), ("['5', '6']", [5, 6]), ([5, 6, 7], [5, 6, 7]),
-        ((5, "6"), [5, 6]), ("7,5", [7, 5]), ("cuda:5,cuda:6", [5, 6]), ("all", list(range(8))), ("ALL", list(range(8))),
-        ("cpu", "cpu"), (" CPU ", "cpu"), ("cpu:3", "cpu:3"), (0, [0]), (torch.tensor(3), [3]),
+        (None, None),
+        ("", None),
+        ("  ", None),
+        ([], None),
+        ("[]", None),
+        (5, [5]),
+        ("5", [5]),
+        (" 5 ", [5]),
+        ("5,", [5]),
+        ("5,6,7", [5, 6, 7]),
+        ("5, 6, 7", [5, 6, 7]),
+        ("5 6 7", [5, 6, 7]),
+        ("[5, 6, 7]", [5, 6, 7]),
+        ("(5,)", [5]),
+        ("['5', '6']", [5, 6]),
+        ([5, 6, 7], [5, 6, 7]),
+        ((5, "6"), [5, 6]),
+        ("7,5", [7, 5]),
+        ("cuda:5,cuda:6", [5, 6]),
+        ("all", list(range(8))),
+        ("ALL", list(range(8))),
+        ("cpu", "cpu"),
+        (" CPU ", "cpu"),
+        ("cpu:3", "cpu:3"),
+        (0, [0]),
+        (torch.tensor(3), [3]),
     ],
 )
 def test_gpus_as_people_write_them(value, wanted):
@@ -25,8 +46,29 @@ def test_gpus_as_people_write_them(value, wanted):
 
 
 @pytest.mark.parametrize(
-    "value", [True, [True], 5.0, "5.0", [5.5], -1, "-1", "5,5", [5, "5"], "5_6", "five", "5-7", {"a": 1}, "cpu:0", "٥", 8,
-              "0,8", "cpu,5", object(), b"5"]
+    "value",
+    [
+        True,
+        [True],
+        5.0,
+        "5.0",
+        [5.5],
+        -1,
+        "-1",
+        "5,5",
+        [5, "5"],
+        "5_6",
+        "five",
+        "5-7",
+        {"a": 1},
+        "cpu:0",
+        "٥",
+        8,
+        "0,8",
+        "cpu,5",
+        object(),
+        b"5",
+    ],
 )
 def test_everything_else_is_refused(value):
     with pytest.raises(ConfigError):
@@ -36,8 +78,9 @@ def test_everything_else_is_refused(value):
 def test_a_gpu_that_is_not_there_says_what_is():
     with pytest.raises(ConfigError) as error:
         parse_gpus("5,6,7", 0)
-    assert str(error.value) == ("gpus=5,6,7 asks for GPU 5, but this machine has 0 GPUs; run without gpus (uses the "
-                                "CPU) or with gpus=cpu")
+    assert str(error.value) == (
+        "gpus=5,6,7 asks for GPU 5, but this machine has 0 GPUs; run without gpus (uses the CPU) or with gpus=cpu"
+    )
     with pytest.raises(ConfigError, match=r"target_gpus=2 asks for GPU 2, but this machine has 2 GPUs \(0 to 1\)"):
         parse_gpus(2, 2, "target_gpus")
     with pytest.raises(ConfigError, match="0 GPUs; run without gpus"):
@@ -67,8 +110,7 @@ def test_the_story_line():
 
 
 def test_overrides_and_sharded_targets():
-    assert places(decide(RuntimeOptions(gpus=[6, 7], target_gpus="0,1,2,3"), 8)) == (
-        [6, 7], [[0], [1], [2], [3]], False)
+    assert places(decide(RuntimeOptions(gpus=[6, 7], target_gpus="0,1,2,3"), 8)) == ([6, 7], [[0], [1], [2], [3]], False)
     assert places(decide(RuntimeOptions(target_gpus="0,1"), 4)) == ([2, 3], [[0], [1]], False)
     sharded = decide(RuntimeOptions(gpus="5,6,7", gpus_per_target=2), 8)
     assert places(sharded) == ([5, 6, 7], [[0, 1], [2, 3]], False)
@@ -84,11 +126,14 @@ def test_shared_gpus():
     assert places(decide(RuntimeOptions(target_gpus="0,1"), 2)) == ([1], [[0], [1]], True)
 
 
-@pytest.mark.parametrize(("changes", "message"), [
-    ({"gpus": "cpu:999999999"}, "asks for 999999999 workers on one CPU; at most 64"),
-    ({"gpus": "cpu:1", "target_gpus": "cpu:65"}, "target_gpus=cpu:65 asks for 65 workers"),
-    ({"gpus": "cpu:2", "gpus_per_target": 2}, "gpus_per_target=2 spreads a target over GPUs, and here a side runs on"),
-])
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"gpus": "cpu:999999999"}, "asks for 999999999 workers on one CPU; at most 64"),
+        ({"gpus": "cpu:1", "target_gpus": "cpu:65"}, "target_gpus=cpu:65 asks for 65 workers"),
+        ({"gpus": "cpu:2", "gpus_per_target": 2}, "gpus_per_target=2 spreads a target over GPUs, and here a side runs on"),
+    ],
+)
 def test_what_a_cpu_cannot_stand_for_is_refused(changes, message):
     with pytest.raises(ConfigError, match=message):
         decide(RuntimeOptions(**changes), 8)

@@ -40,10 +40,26 @@ def material(tmp_path_factory):
 
 
 def write_config(material, folder: Path, **changes) -> Path:
-    values = dict(target=str(material / "target"), data=str(material / "data.jsonl"), pack_length=192, held_out=4,
-                  num_captured=2, drafter_layers=1, block_size=4, max_anchors=16, steps=8, packs_per_step=2, eval_every=8,
-                  checkpoint_every=100, dtype="float32", target_dtype="float32", lr=1e-3, warmup_steps=2,
-                  features="online", soft_labels=True)
+    values = dict(
+        target=str(material / "target"),
+        data=str(material / "data.jsonl"),
+        pack_length=192,
+        held_out=4,
+        num_captured=2,
+        drafter_layers=1,
+        block_size=4,
+        max_anchors=16,
+        steps=8,
+        packs_per_step=2,
+        eval_every=8,
+        checkpoint_every=100,
+        dtype="float32",
+        target_dtype="float32",
+        lr=1e-3,
+        warmup_steps=2,
+        features="online",
+        soft_labels=True,
+    )
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(yaml.safe_dump(RunConfig.from_parameters(**values | changes).to_dict()))
     return folder / "config.yaml"
@@ -79,7 +95,8 @@ def check_same(run: Path, reference: Path) -> None:
     stages = {r["name"] for r in records["stage"]}
     assert {"target[0]", "drafter[0]", "drafter[1]"} <= stages
     assert sum(r["tokens"] for r in records["stage"] if r["name"].startswith("drafter")) == sum(
-        r["tokens"] for r in records["step"])
+        r["tokens"] for r in records["step"]
+    )
 
 
 def test_threads_give_the_serial_numbers(material, serial_run, tmp_path):
@@ -116,8 +133,13 @@ def test_ranks_go_on_where_threads_stopped(material, tmp_path):
 
 
 def start(config: Path, runs: Path):
-    return subprocess.Popen([sys.executable, "-m", "dflash", "train", "--config", str(config), "--runs", str(runs)],
-                            env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen(
+        [sys.executable, "-m", "dflash", "train", "--config", str(config), "--runs", str(runs)],
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
 
 
 def wait_for_steps(run: Path, count: int, child, timeout: float = 90) -> None:
@@ -156,8 +178,15 @@ def test_a_stop_ends_all_ranks_with_a_checkpoint(material, tmp_path):
 
 
 def test_a_failing_rank_is_named_with_its_traceback(material, tmp_path, capsys):
-    config = write_config(material, tmp_path / "runs/broken", gpus="cpu:2", target_gpus="cpu:1", launcher="torchrun",
-                          attention="sdpa", max_dense_gib=1e-9)
+    config = write_config(
+        material,
+        tmp_path / "runs/broken",
+        gpus="cpu:2",
+        target_gpus="cpu:1",
+        launcher="torchrun",
+        attention="sdpa",
+        max_dense_gib=1e-9,
+    )
     assert main(["train", "--config", str(config)]) == 1
     records = kinds(tmp_path / "runs/broken")
     assert records["run_end"][-1]["status"] == "failed" and len(records["fault"]) == 1
@@ -167,11 +196,14 @@ def test_a_failing_rank_is_named_with_its_traceback(material, tmp_path, capsys):
     assert "DenseAttentionTooLarge" in shown and "check_dense_bytes" in shown
 
 
-@pytest.mark.parametrize("message, wanted", [
-    ("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:2", "drafter[0]: lost another rank: [gloo"),
-    ("Connection reset by peer", "drafter[0]: lost another rank: Connection"),
-    ("no such file", "drafter[0]: no such file"),
-])
+@pytest.mark.parametrize(
+    "message, wanted",
+    [
+        ("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:2", "drafter[0]: lost another rank: [gloo"),
+        ("Connection reset by peer", "drafter[0]: lost another rank: Connection"),
+        ("no such file", "drafter[0]: no such file"),
+    ],
+)
 def test_a_rank_that_lost_another_one_does_not_call_itself_the_cause(message, wanted):
     assert told({"worker": "drafter[0]", "message": message}).startswith(wanted)
 

@@ -28,8 +28,15 @@ def make_trainer(tmp_path, settings, run_id="run", resume=False, source=None, ev
         state = {"optimizer": replica.optimizer.state_dict(), "trainer": trainer.state_dict()}
         return save_checkpoint(run.path, step, replica.drafter, "tiny", state, keep=9)
 
-    trainer = Trainer(engine, planner(settings, replica.drafter), settings, run, RunControl(run.path, run.metrics),
-                      evaluate=evaluate, save=save)
+    trainer = Trainer(
+        engine,
+        planner(settings, replica.drafter),
+        settings,
+        run,
+        RunControl(run.path, run.metrics),
+        evaluate=evaluate,
+        save=save,
+    )
     return trainer
 
 
@@ -38,6 +45,7 @@ def steps_of(run):
 
 
 # -- plans --------------------------------------------------------------------------------------------------------
+
 
 def test_the_stream_of_packs_has_no_short_window_and_visits_all():
     """10 micro-batches in windows of 4: the stream runs on into the next epoch, and the step count is the schedule's."""
@@ -63,7 +71,8 @@ def test_plans_depend_on_the_seed_alone():
         assert all(torch.equal(x.anchors.positions, y.anchors.positions) for x, y in zip(a.items, b.items, strict=True))
     other = planner(options(seed=1), replica.drafter).step(3)
     assert [i.pack.pack_id for i in other.items] != [i.pack.pack_id for i in one.step(3).items] or not torch.equal(
-        other.items[0].anchors.positions, one.step(3).items[0].anchors.positions)
+        other.items[0].anchors.positions, one.step(3).items[0].anchors.positions
+    )
 
 
 def test_denominator_is_the_weight_that_the_model_counts():
@@ -89,6 +98,7 @@ def test_no_packs_or_answers_too_short_are_refused():
 
 # -- gradients ----------------------------------------------------------------------------------------------------
 
+
 @pytest.mark.parametrize("reduction", ["weight_mean", "token_mean"])
 def test_accumulated_gradient_is_that_of_one_big_batch(reduction):
     """Unequal packs: the summed items equal one loss over all slots, weighted over all slots."""
@@ -104,8 +114,17 @@ def test_accumulated_gradient_is_that_of_one_big_batch(reduction):
     for item in plan.items:  # each pack's own mean, weighted by hand
         features, pack = source.get(item.pack), item.pack
         loss, metrics = single.drafter(
-            features.all_hidden_states, features.verifier_last_hidden, pack.input_ids[None], pack.loss_mask[None],
-            pack.lengths, pack.position_ids[None], True, settings.gamma, reduction=reduction, anchors=item.anchors)
+            features.all_hidden_states,
+            features.verifier_last_hidden,
+            pack.input_ids[None],
+            pack.loss_mask[None],
+            pack.lengths,
+            pack.position_ids[None],
+            True,
+            settings.gamma,
+            reduction=reduction,
+            anchors=item.anchors,
+        )
         share = metrics["weight"] if reduction == "weight_mean" else metrics["supervised_slots"]
         losses.append(loss * share)
         denominators.append(share)
@@ -120,8 +139,10 @@ def test_masters_are_float32_and_equal_plain_adamw():
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.LayerNorm(4)).to(torch.bfloat16)
     reference = [torch.nn.Parameter(p.detach().float()) for p in model.parameters()]
-    groups = [{"params": [p for p in reference if p.dim() > 1], "weight_decay": 0.1},
-              {"params": [p for p in reference if p.dim() <= 1], "weight_decay": 0.0}]
+    groups = [
+        {"params": [p for p in reference if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [p for p in reference if p.dim() <= 1], "weight_decay": 0.0},
+    ]
     plain = torch.optim.AdamW(groups, lr=0.01, betas=(0.9, 0.95))
     ours = MasterAdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1, max_grad_norm=0.5)
     for _ in range(5):
@@ -168,6 +189,7 @@ def test_learning_rate_warms_up_and_ends_on_the_last_step():
 
 
 # -- the loop -----------------------------------------------------------------------------------------------------
+
 
 def test_the_loss_falls_and_every_step_is_on_record(tmp_path):
     settings = options(steps=30, packs_per_step=2, eval_every=10, checkpoint_every=15)

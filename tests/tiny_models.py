@@ -16,12 +16,23 @@ VOCAB = 61
 def tiny_target(
     kind: str = "dense", layer_ids=(0, 2), seed: int = 0, dtype=torch.float32, vocab_size: int = VOCAB
 ) -> Target:
-    """"dense" (Llama), "sliding" (Qwen3 with windows of 6) or "hybrid" (Qwen3.5: linear and full attention)."""
+    """ "dense" (Llama), "sliding" (Qwen3 with windows of 6) or "hybrid" (Qwen3.5: linear and full attention)."""
     torch.manual_seed(seed)
-    common = dict(vocab_size=vocab_size, hidden_size=32, intermediate_size=48, num_hidden_layers=4,
-                  num_attention_heads=4, num_key_value_heads=2, head_dim=8, max_position_embeddings=2048,
-                  tie_word_embeddings=False,
-                  initializer_range=0.5, bos_token_id=None, eos_token_id=None, pad_token_id=0)
+    common = dict(
+        vocab_size=vocab_size,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=2048,
+        tie_word_embeddings=False,
+        initializer_range=0.5,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
     if kind == "dense":
         from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -35,9 +46,17 @@ def tiny_target(
         from transformers.models.qwen3_5 import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
         kinds = ["linear_attention"] * 3 + ["full_attention"]
-        model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(
-            **common, layer_types=kinds, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8,
-            linear_value_head_dim=8, linear_conv_kernel_dim=4))
+        model = Qwen3_5ForCausalLM(
+            Qwen3_5TextConfig(
+                **common,
+                layer_types=kinds,
+                linear_num_key_heads=2,
+                linear_num_value_heads=4,
+                linear_key_head_dim=8,
+                linear_value_head_dim=8,
+                linear_conv_kernel_dim=4,
+            )
+        )
     return Target(model.to(dtype).eval(), None, list(layer_ids), source=f"tiny {kind}")
 
 
@@ -45,11 +64,11 @@ def random_drafter(target: Target, block_size: int = 5, draft_ids=None, seed: in
     """A drafter with random weights on a tiny target."""
     torch.manual_seed(seed)
     count = None if draft_ids is None else len(draft_ids)
-    config: DrafterConfig = create_drafter_config(target.config, num_draft_layers=2, initializer_range=0.2,
-                                                  draft_vocab_size=count, **changes)
+    config: DrafterConfig = create_drafter_config(
+        target.config, num_draft_layers=2, initializer_range=0.2, draft_vocab_size=count, **changes
+    )
     drafter = DFlashDrafter(config, target.layer_ids, block_size, 8, config.vocab_size - 1)
-    drafter.load_target_head(target.embed_weight, target.head_weight,
-                             None if draft_ids is None else torch.tensor(draft_ids))
+    drafter.load_target_head(target.embed_weight, target.head_weight, None if draft_ids is None else torch.tensor(draft_ids))
     return drafter
 
 
@@ -84,4 +103,4 @@ def slow_greedy(target: Target, prompt: list[int], count: int, stops=()) -> list
         ids.append(int(logits.argmax()))
         if ids[-1] in stops:
             break
-    return ids[len(prompt):]
+    return ids[len(prompt) :]

@@ -43,8 +43,20 @@ def main() -> int:
         def say(index: int, outcome: str, seconds: float, name: str = name, count: int = count) -> None:
             print(f"{name} {index + 1}/{count}: {outcome} after {seconds:.1f} s", flush=True)
 
-        results.append(run_cold(count, protect, args.devices.split(","), args.threads, args.repeats, args.limit,
-                                args.noise, budget=args.budget, on_process=say, jobs=args.jobs))
+        results.append(
+            run_cold(
+                count,
+                protect,
+                args.devices.split(","),
+                args.threads,
+                args.repeats,
+                args.limit,
+                args.noise,
+                budget=args.budget,
+                on_process=say,
+                jobs=args.jobs,
+            )
+        )
     print()
     for result in results:
         print(result)

@@ -80,8 +80,10 @@ def _probe(python: Path, args: argparse.Namespace) -> dict:
 def render(results: list[dict]) -> str:
     """A Markdown table: one probe a row, one version a column, `off -> on`."""
     names = dict.fromkeys(row["name"] for result in results for row in result["rows"])
-    lines = ["| probe (protection off -> on) | " + " | ".join(result["torch"] for result in results) + " |",
-             "|---" * (len(results) + 1) + "|"]
+    lines = [
+        "| probe (protection off -> on) | " + " | ".join(result["torch"] for result in results) + " |",
+        "|---" * (len(results) + 1) + "|",
+    ]
     for name in names:
         cells = []
         for result in results:

@@ -22,19 +22,12 @@ from dflash.data.generate import answers as regenerate  # noqa: E402
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     regenerate.add_arguments(parser)
     parser.add_argument("--model-dir", default=None, help="folder of the target's weights (same as --target)")
-    parser.add_argument(
-        "--stacks-every", type=float, default=120.0, help="dump all stacks when it takes longer"
-    )
+    parser.add_argument("--stacks-every", type=float, default=120.0, help="dump all stacks when it takes longer")
     parser.set_defaults(
-        batch_size=512,
-        sampled_share=0.5,
-        seconds=240.0,
-        exclude=[str(ROOT / "data" / "smollm2_conversations.jsonl")],
+        batch_size=512, sampled_share=0.5, seconds=240.0, exclude=[str(ROOT / "data" / "smollm2_conversations.jsonl")]
     )
     options = parser.parse_args()
     options.target = options.model_dir or options.target

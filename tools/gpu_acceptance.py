@@ -20,12 +20,37 @@ from gpu_harness import OUT, end_child, start_child
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 VARIANTS = ("plain", "fast", "fp8")
-SETTINGS = dict(data="data/smollm2_greedy.parquet", held_out_data="data/smollm2_conversations.jsonl", held_out=64,
-                pack_length=4096, max_anchors=512, block_size=8, drafter_layers=4, num_captured=5, gamma=4.0, lr=1e-3,
-                warmup_steps=20, eval_every=100, checkpoint_every=0, gpus="0", max_conversations=6000)
-TINY = dict(data="data/smollm2_conversations.jsonl", held_out_data=None, held_out=4, max_conversations=24, pack_length=256,
-            max_anchors=8, drafter_layers=1, num_captured=2, eval_every=2, gpus="cpu", attention="sdpa_chunked",
-            draft_vocab=0)
+SETTINGS = dict(
+    data="data/smollm2_greedy.parquet",
+    held_out_data="data/smollm2_conversations.jsonl",
+    held_out=64,
+    pack_length=4096,
+    max_anchors=512,
+    block_size=8,
+    drafter_layers=4,
+    num_captured=5,
+    gamma=4.0,
+    lr=1e-3,
+    warmup_steps=20,
+    eval_every=100,
+    checkpoint_every=0,
+    gpus="0",
+    max_conversations=6000,
+)
+TINY = dict(
+    data="data/smollm2_conversations.jsonl",
+    held_out_data=None,
+    held_out=4,
+    max_conversations=24,
+    pack_length=256,
+    max_anchors=8,
+    drafter_layers=1,
+    num_captured=2,
+    eval_every=2,
+    gpus="cpu",
+    attention="sdpa_chunked",
+    draft_vocab=0,
+)
 
 
 def one(name: str, labels: str, seed: int, steps: int, tiny: bool) -> int:
@@ -36,8 +61,9 @@ def one(name: str, labels: str, seed: int, steps: int, tiny: bool) -> int:
     from dflash.train.settings import RunConfig
 
     settings = SETTINGS | dict(attention="flex") | (TINY if tiny else {})
-    config = RunConfig.from_parameters(**settings, steps=steps, seed=seed, soft_labels=labels == "soft",
-                                       head_precision="fp8" if name == "fp8" else "same")
+    config = RunConfig.from_parameters(
+        **settings, steps=steps, seed=seed, soft_labels=labels == "soft", head_precision="fp8" if name == "fp8" else "same"
+    )
     if name == "plain":
         fast_path.applies = lambda drafter: False
     run = Run.create(OUT / "acceptance", config.to_dict(), f"{name}-{labels}-{seed}")
@@ -51,9 +77,12 @@ def read(folder: Path) -> dict:
     records = read_metrics(folder)[0]
     steps = [r for r in records if r["kind"] == "step"]
     late = steps[20:] or steps
-    return {"acceptance": {r["step"]: round(r["acceptance_length"], 4) for r in records if r["kind"] == "eval"},
-            "steps": len(steps), "loss": sum(r["loss"] for r in steps[-50:]) / max(1, len(steps[-50:])),
-            "tokens_per_second": sum(r["tokens"] for r in late) / max(1e-9, sum(r["step_seconds"] for r in late))}
+    return {
+        "acceptance": {r["step"]: round(r["acceptance_length"], 4) for r in records if r["kind"] == "eval"},
+        "steps": len(steps),
+        "loss": sum(r["loss"] for r in steps[-50:]) / max(1, len(steps[-50:])),
+        "tokens_per_second": sum(r["tokens"] for r in late) / max(1e-9, sum(r["step_seconds"] for r in late)),
+    }
 
 
 def main() -> int:
@@ -71,8 +100,12 @@ def main() -> int:
         name, labels, seed = args.one.split("-")
         return one(name, labels, int(seed), args.steps, args.tiny)
     (OUT / "acceptance").mkdir(parents=True, exist_ok=True)
-    waiting = [f"{name}-{labels}-{seed}" for seed in args.seeds.split(",") for labels in args.labels.split(",")
-               for name in args.variants.split(",")]
+    waiting = [
+        f"{name}-{labels}-{seed}"
+        for seed in args.seeds.split(",")
+        for labels in args.labels.split(",")
+        for name in args.variants.split(",")
+    ]
     rows, running = [], {}
     while waiting or running:
         while waiting and len(running) < args.jobs:
@@ -87,13 +120,17 @@ def main() -> int:
             if process.poll() is not None:
                 del running[key]
                 folder = OUT / "acceptance" / key
-                rows.append({"run": key, "exit": process.returncode, "seconds": round(time.monotonic() - began)}
-                            | (read(folder) if (folder / "metrics.jsonl").exists() else {}))
+                rows.append(
+                    {"run": key, "exit": process.returncode, "seconds": round(time.monotonic() - began)}
+                    | (read(folder) if (folder / "metrics.jsonl").exists() else {})
+                )
                 print(json.dumps(rows[-1]), flush=True)
     print(f"{'run':16} {'exit':>4} {'steps':>5} {'tokens/s':>9} {'last loss':>9}  held-out acceptance length by step")
     for r in sorted(rows, key=lambda row: row["run"]):
-        print(f"{r['run']:16} {r['exit']:>4} {r.get('steps', 0):>5} {r.get('tokens_per_second', 0):>9,.0f} "
-              f"{r.get('loss', 0):>9.4f}  {r.get('acceptance', {})}")
+        print(
+            f"{r['run']:16} {r['exit']:>4} {r.get('steps', 0):>5} {r.get('tokens_per_second', 0):>9,.0f} "
+            f"{r.get('loss', 0):>9.4f}  {r.get('acceptance', {})}"
+        )
     (OUT / "acceptance.json").write_text(json.dumps(rows, indent=1))
     return int(any(r["exit"] for r in rows))
 

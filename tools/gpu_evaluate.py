@@ -43,8 +43,9 @@ def main() -> int:
             tables.append(f"== {name}: left out, the time is up")
             continue
         start = time.monotonic()
-        options = EvaluateOptions(run=args.run, limit=args.limit, max_new_tokens=args.max_new_tokens, device=args.device,
-                                  **changes)
+        options = EvaluateOptions(
+            run=args.run, limit=args.limit, max_new_tokens=args.max_new_tokens, device=args.device, **changes
+        )
         summary = evaluate(options, say=lambda line: None)
         write_evaluation(summary, out / f"evaluation-{name}.json")
         tables.append(f"== {name} ({time.monotonic() - start:.0f} s)\n{table(summary)}")

@@ -57,8 +57,9 @@ def command_line(doc: str, seconds: int, names: list[str]) -> argparse.Namespace
     """`seconds`, `only` (a list, or None for all) and, in a child, `part`."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=int, default=seconds, help="for everything together")
-    parser.add_argument("--only", type=lambda text: text.split(",") if text else None,
-                        help="parts, comma-separated: " + " ".join(names))
+    parser.add_argument(
+        "--only", type=lambda text: text.split(",") if text else None, help="parts, comma-separated: " + " ".join(names)
+    )
     parser.add_argument("--part", help=argparse.SUPPRESS)
     return parser.parse_args()
 

@@ -25,9 +25,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 HARNESS = Harness(__file__)
 TINY = os.environ.get("GPU_RUNNER_TINY") == "1"  # a dry run of the script itself, on CPU workers
 PARTS = [  # in this order; seconds each may take; `full` goes on to its next size until one fits
-    ("stamps", 60), ("equal", 120), ("full:0", 260), ("full:1", 150), ("full:2", 120), ("failure", 110), ("memory", 220),
-    ("throughput", 240), ("ranks", 110), ("torchrun", 200), ("linear", 300), ("linear_without", 90),
-    ("sharded", 200), ("fsdp", 200),
+    ("stamps", 60),
+    ("equal", 120),
+    ("full:0", 260),
+    ("full:1", 150),
+    ("full:2", 120),
+    ("failure", 110),
+    ("memory", 220),
+    ("throughput", 240),
+    ("ranks", 110),
+    ("torchrun", 200),
+    ("linear", 300),
+    ("linear_without", 90),
+    ("sharded", 200),
+    ("fsdp", 200),
 ]
 FULL_SIZES = [(40000, 1024), (40000, 768), (32768, 512)]
 
@@ -55,11 +66,15 @@ def topologies() -> dict:
     from dflash.train.topology import available_gpus, decide
 
     if TINY:
-        return {"1+1": decide(RuntimeOptions(gpus="cpu:1", target_gpus="cpu:1"), 0),
-                "2 shared": decide(RuntimeOptions(gpus="cpu:2"), 0)}
+        return {
+            "1+1": decide(RuntimeOptions(gpus="cpu:1", target_gpus="cpu:1"), 0),
+            "2 shared": decide(RuntimeOptions(gpus="cpu:2"), 0),
+        }
     count = available_gpus()
-    return {"1+1": decide(RuntimeOptions(gpus="1", target_gpus="0"), count),
-            "2 shared": decide(RuntimeOptions(gpus="0,1", target_gpus="0,1"), count)}
+    return {
+        "1+1": decide(RuntimeOptions(gpus="1", target_gpus="0"), count),
+        "2 shared": decide(RuntimeOptions(gpus="0,1", target_gpus="0,1"), count),
+    }
 
 
 def case(name: str, drafters: int = 1, **changes):
@@ -83,8 +98,7 @@ def part_stamps() -> None:
     sizes = (32, 24) if TINY else (1024, 768)
     for label, topology in topologies().items():
         for depth in (1, 8):
-            attempt("stamps", f"{label}, depth {depth}", 30,
-                    lambda t=topology, d=depth: check_stamps(t, 1000, d, *sizes))
+            attempt("stamps", f"{label}, depth {depth}", 30, lambda t=topology, d=depth: check_stamps(t, 1000, d, *sizes))
 
 
 def part_equal() -> None:
@@ -98,8 +112,12 @@ def part_memory() -> None:
     from dflash.bench.pipeline_checks import check_memory
 
     for label, topology in topologies().items():
-        attempt("memory", label, 110, lambda t=topology: check_memory(
-            case("medium", len(t.drafters), target_layers=4), t, 60 if TINY else 200))
+        attempt(
+            "memory",
+            label,
+            110,
+            lambda t=topology: check_memory(case("medium", len(t.drafters), target_layers=4), t, 60 if TINY else 200),
+        )
 
 
 def part_throughput() -> None:
@@ -108,8 +126,10 @@ def part_throughput() -> None:
     from dflash.bench.pipeline import measure_pipeline
 
     for label, size, layers, key, steps in (
-        ("1+1, 8 layers", "medium", 8, "1+1", 40), ("1+1, 32 layers", "medium", 32, "1+1", 40),
-        ("2 shared, 8 layers", "medium", 8, "2 shared", 40), ("2 shared, full drafter", "full", 8, "2 shared", 16),
+        ("1+1, 8 layers", "medium", 8, "1+1", 40),
+        ("1+1, 32 layers", "medium", 32, "1+1", 40),
+        ("2 shared, 8 layers", "medium", 8, "2 shared", 40),
+        ("2 shared, full drafter", "full", 8, "2 shared", 16),
     ):
         topology = topologies()[key]
 
@@ -138,12 +158,16 @@ def part_full(size: int) -> None:
         job = replace(job, shape=replace(job.shape, tokens=tokens, anchors=anchors))
 
     def call() -> dict:
-        result = measure_pipeline(job, topologies()["1+1"], 8 if TINY else 10, step_timeout=150,
-                                  repeats=2)
+        result = measure_pipeline(job, topologies()["1+1"], 8 if TINY else 10, step_timeout=150, repeats=2)
         rates = Rates(**result["rates"])
         print(table(result), advice(8, rates, (5, 3)), sep="\n", flush=True)
-        return {"ok": result["of_slower_side"] >= 0.95 and result["pipeline"]["finite"], "tokens": tokens,
-                "anchors": anchors, "advice": advice(8, rates, (5, 3)), **result}
+        return {
+            "ok": result["of_slower_side"] >= 0.95 and result["pipeline"]["finite"],
+            "tokens": tokens,
+            "anchors": anchors,
+            "advice": advice(8, rates, (5, 3)),
+            **result,
+        }
 
     attempt("full", f"27B shape, T {tokens}, {anchors}x{job.shape.block}", 250, call)
 
@@ -159,16 +183,37 @@ def part_linear(hide: bool = False) -> None:
     from dflash.target import fast_capture as fast_target
 
     device = torch.device("cpu" if TINY else "cuda:0")
-    shape = bench.TargetShape(tokens=96, document=30, layers=4, depth=8, captured=2, hidden=64, intermediate=96, heads=4,
-                              kv_heads=2, head_dim=16, linear_key_heads=2, linear_value_heads=4, linear_head_dim=16,
-                              vocab=300) if TINY else bench.TargetShape(tokens=40000)
+    shape = (
+        bench.TargetShape(
+            tokens=96,
+            document=30,
+            layers=4,
+            depth=8,
+            captured=2,
+            hidden=64,
+            intermediate=96,
+            heads=4,
+            kv_heads=2,
+            head_dim=16,
+            linear_key_heads=2,
+            linear_value_heads=4,
+            linear_head_dim=16,
+            vocab=300,
+        )
+        if TINY
+        else bench.TargetShape(tokens=40000)
+    )
     target = bench.make_target(shape, device, torch.float32 if TINY else torch.bfloat16)
     ceiling = matmul_ceiling(device, target.dtype)
     part = "linear_without" if hide else "linear"
     attempt(part, "plain capture", 200, lambda: {"ok": True, **bench.report("plain", target, shape, ceiling, 1, 3)})
     if not hide:
-        attempt(part, "fast capture", 200, lambda: {"ok": fast_target.attach(target, required=True),
-                                                   **bench.report("fast", target, shape, ceiling, 1, 3)})
+        attempt(
+            part,
+            "fast capture",
+            200,
+            lambda: {"ok": fast_target.attach(target, required=True), **bench.report("fast", target, shape, ceiling, 1, 3)},
+        )
 
 
 def part_linear_without() -> None:
@@ -197,8 +242,13 @@ def part_ranks() -> None:
                 return {"ok": False, "error": ran["output"][-1500:]}
             rate = j.packs_per_step * j.shape.tokens / ran["result"]["step_seconds"]
             alone = next((r["slower_side"] for r in HARNESS.results() if r["name"] == name and "slower_side" in r), None)
-            return {"ok": alone is None or rate >= 0.95 * alone, "tokens_per_second": rate, "slower_side": alone,
-                    "of_slower_side": alone and rate / alone, "seconds": ran["seconds"]}
+            return {
+                "ok": alone is None or rate >= 0.95 * alone,
+                "tokens_per_second": rate,
+                "slower_side": alone,
+                "of_slower_side": alone and rate / alone,
+                "seconds": ran["seconds"],
+            }
 
         attempt("ranks", label + ", torchrun", 100, call)
 
@@ -226,8 +276,12 @@ def part_fsdp() -> None:
     rank keeps of it."""
     from dflash.bench.pipeline_checks import check_torchrun
 
-    attempt("fsdp", "2 shared, one drafter", 180,
-            lambda: check_torchrun(case("small", 2), topologies()["2 shared"], 20, sharded=True))
+    attempt(
+        "fsdp",
+        "2 shared, one drafter",
+        180,
+        lambda: check_torchrun(case("small", 2), topologies()["2 shared"], 20, sharded=True),
+    )
 
 
 # -- the parent -----------------------------------------------------------------------------------------------------
@@ -241,10 +295,12 @@ def show(r: dict) -> str:
     if "pipeline" in r:
         p = r["pipeline"]
         peaks = ", ".join(f"{d} {m['peak'] / 2**30:.1f}" for d, m in p["memory"].items() if m["peak"])
-        return (f"{head} target {r['target']['tokens_per_second']:,.0f} (mfu {r['target']['mfu']:.2f}), drafter "
-                f"{r['drafter']['tokens_per_second']:,.0f} (mfu {r['drafter']['mfu']:.2f}), pipeline "
-                f"{p['tokens_per_second']:,.0f} tokens/s = {r['of_slower_side']:.3f} of its slower side; peak GiB {peaks}; "
-                f"loss {p['losses'][0]:.3f} -> {p['losses'][-1]:.3f}")
+        return (
+            f"{head} target {r['target']['tokens_per_second']:,.0f} (mfu {r['target']['mfu']:.2f}), drafter "
+            f"{r['drafter']['tokens_per_second']:,.0f} (mfu {r['drafter']['mfu']:.2f}), pipeline "
+            f"{p['tokens_per_second']:,.0f} tokens/s = {r['of_slower_side']:.3f} of its slower side; peak GiB {peaks}; "
+            f"loss {p['losses'][0]:.3f} -> {p['losses'][-1]:.3f}"
+        )
     skip = ("part", "name", "ok", "wall", "workers", "traceback", "frames")
     return f"{head} " + json.dumps({k: v for k, v in r.items() if k not in skip})[:330]
 

@@ -23,7 +23,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 # Processes in this order, each a list of groups and the seconds it may take. A process that dies is started again for
 # what it has not done; the peer gets one of its own because it needs nearly the whole card.
 PROCESSES = [
-    ("check,attention,step", 300), ("peer", 120), ("small", 60), ("peer_small", 120), ("target", 320), ("loss,levers", 180),
+    ("check,attention,step", 300),
+    ("peer", 120),
+    ("small", 60),
+    ("peer_small", 120),
+    ("target", 320),
+    ("loss,levers", 180),
 ]
 
 
@@ -36,13 +41,18 @@ def take_best_tiles() -> None:
 def table() -> None:
     """What a reader wants first."""
     rows = HARNESS.results()
-    peers = {f"{r['anchors']}x{r['block']}": r["tokens_per_second"] for r in rows
-             if r["group"].startswith("peer") and "tokens_per_second" in r}
+    peers = {
+        f"{r['anchors']}x{r['block']}": r["tokens_per_second"]
+        for r in rows
+        if r["group"].startswith("peer") and "tokens_per_second" in r
+    }
     for r in rows:
         if r["name"] == "profile" and "kernels" in r:
             print("one step, by kernel:", *r["kernels"], sep="\n  ")
-    print(f"{'group':10} {'variant':28} {'shape':>8} {'lab':>4} {'ms':>8} {'tok/s':>8} {'peak':>6} {'TF/s':>5} "
-          f"{'mfu':>5} {'loss':>8} {'xpeer':>6}")
+    print(
+        f"{'group':10} {'variant':28} {'shape':>8} {'lab':>4} {'ms':>8} {'tok/s':>8} {'peak':>6} {'TF/s':>5} "
+        f"{'mfu':>5} {'loss':>8} {'xpeer':>6}"
+    )
     for r in rows:
         head = f"{r['group']:10} {r['name'][:28]:28}"
         if "error" in r:
@@ -50,10 +60,12 @@ def table() -> None:
         elif "seconds_median" in r and "tokens_per_second" in r:
             shape = f"{r.get('anchors', '')}x{r.get('block', '')}"
             ratio = r["tokens_per_second"] / peers[shape] if shape in peers else float("nan")
-            print(f"{head} {shape:>8} {r.get('labels', ''):>4} {r['seconds_median'] * 1e3:>8.1f} "
-                  f"{r['tokens_per_second']:>8.0f} {(r['peak_bytes'] or 0) / 1e9:>6.1f} "
-                  f"{r['matmul_flops_per_second'] / 1e12:>5.0f} {r['mfu']:>5.2f} {r.get('loss', 0):>8.4f} "
-                  f"{ratio:>6.3f}")
+            print(
+                f"{head} {shape:>8} {r.get('labels', ''):>4} {r['seconds_median'] * 1e3:>8.1f} "
+                f"{r['tokens_per_second']:>8.0f} {(r['peak_bytes'] or 0) / 1e9:>6.1f} "
+                f"{r['matmul_flops_per_second'] / 1e12:>5.0f} {r['mfu']:>5.2f} {r.get('loss', 0):>8.4f} "
+                f"{ratio:>6.3f}"
+            )
         elif r["name"] != "profile":
             print(head, json.dumps({k: v for k, v in r.items() if k not in ("group", "name")})[:400])
 
@@ -69,8 +81,9 @@ def main() -> int:
         for names, seconds in PROCESSES:
             chosen = ",".join(name for name in names.split(",") if args.only is None or name in args.only)
             if chosen:
-                HARNESS.run_process(chosen, min(seconds, end - time.time()), log,
-                                    PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True")
+                HARNESS.run_process(
+                    chosen, min(seconds, end - time.time()), log, PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True"
+                )
     table()
     return 0
 

@@ -31,11 +31,33 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 NOTEBOOK = Path("notebooks/05_train.ipynb")
-STORY = dict(target="random:qwen3.6-27b", data="random:24", pack_length=40000, num_captured=5, drafter_layers=5,
-             block_size=32, max_anchors=1024, gamma=10.0, draft_vocab="", warm_start=False, lr=1e-4, eval_every=0,
-             checkpoint_every=0, features="online", max_minutes="")
-TINY = STORY | dict(target="random:tiny-hybrid", data="random:6", pack_length=96, drafter_layers=2, block_size=4,
-                    max_anchors=8, gpus="cpu:3", target_gpus="cpu:5")
+STORY = dict(
+    target="random:qwen3.6-27b",
+    data="random:24",
+    pack_length=40000,
+    num_captured=5,
+    drafter_layers=5,
+    block_size=32,
+    max_anchors=1024,
+    gamma=10.0,
+    draft_vocab="",
+    warm_start=False,
+    lr=1e-4,
+    eval_every=0,
+    checkpoint_every=0,
+    features="online",
+    max_minutes="",
+)
+TINY = STORY | dict(
+    target="random:tiny-hybrid",
+    data="random:6",
+    pack_length=96,
+    drafter_layers=2,
+    block_size=4,
+    max_anchors=8,
+    gpus="cpu:3",
+    target_gpus="cpu:5",
+)
 STARTUP = 60.0  # seconds that a launcher needs at least before its first step
 LEAVING = 30.0  # seconds that a run may take to end after its last step
 FIRST_SHARE = 0.6  # of the time, for the first of two launchers
@@ -58,8 +80,9 @@ def main() -> int:
     args = parser.parse_args()
     out = Path(os.environ.get("OUT", "out")).resolve()
     out.mkdir(parents=True, exist_ok=True)
-    engine = args.engine or ("papermill" if all(map(importlib.util.find_spec, ("papermill", "ipykernel")))
-                             else "run_notebook")
+    engine = args.engine or (
+        "papermill" if all(map(importlib.util.find_spec, ("papermill", "ipykernel"))) else "run_notebook"
+    )
     names, end, stories = args.launchers.split(","), time.monotonic() + args.seconds, []
     for number, launcher in enumerate(names):
         left = end - time.monotonic()
@@ -79,12 +102,14 @@ def main() -> int:
 def parameters(args: argparse.Namespace, launcher: str) -> dict[str, Any]:
     """The notebook's parameters."""
     chosen = TINY if args.tiny else STORY | dict(gpus=args.gpus)
-    return chosen | dict(launcher=launcher, soft_labels=args.labels == "soft", steps=args.warm + args.steps,
-                         **dict(args.set))
+    return chosen | dict(
+        launcher=launcher, soft_labels=args.labels == "soft", steps=args.warm + args.steps, **dict(args.set)
+    )
 
 
-def tell(launcher: str, engine: str, given: dict[str, Any], limit: float, args: argparse.Namespace, out: Path
-         ) -> dict[str, Any]:
+def tell(
+    launcher: str, engine: str, given: dict[str, Any], limit: float, args: argparse.Namespace, out: Path
+) -> dict[str, Any]:
     """Execute the notebook once and measure its run."""
     run_id = f"story-{launcher}"
     folder, notebook = out / "runs" / run_id, out / f"{run_id}.ipynb"
@@ -92,14 +117,26 @@ def tell(launcher: str, engine: str, given: dict[str, Any], limit: float, args: 
     notebook.unlink(missing_ok=True)
     where = dict(run_id=run_id, runs_dir=os.path.relpath(out / "runs", ROOT))
     code, seconds = execute(engine, given | where, os.path.relpath(notebook, ROOT), folder, limit, out / f"{run_id}.log")
-    story = {"launcher": launcher, "engine": engine, "parameters": given, "exit_code": code,
-             "wall_seconds": round(seconds, 1), "wanted_steps": args.steps, **measure(folder, args.warm),
-             "notebook": tidy(notebook, out)}
+    story = {
+        "launcher": launcher,
+        "engine": engine,
+        "parameters": given,
+        "exit_code": code,
+        "wall_seconds": round(seconds, 1),
+        "wanted_steps": args.steps,
+        **measure(folder, args.warm),
+        "notebook": tidy(notebook, out),
+    }
     flat = [d["moved"] for d in story["devices"].values() if d["judged"]]
     story["memory_moved"] = max(flat, default=None)
     story["enough_steps"] = story["steps"] >= args.steps
-    story["ok"] = (code == 0 and story["faults"] == 0 and story["skipped"] == 0 and story["steps"] > 0
-                   and max(flat, default=0.0) <= TOLERANCE)
+    story["ok"] = (
+        code == 0
+        and story["faults"] == 0
+        and story["skipped"] == 0
+        and story["steps"] > 0
+        and max(flat, default=0.0) <= TOLERANCE
+    )
     return story
 
 
@@ -108,13 +145,19 @@ def execute(engine: str, given: dict[str, Any], notebook: str, folder: Path, lim
     command = [sys.executable, "-m", "papermill", "--no-progress-bar", "--autosave-cell-every", "10"]
     command = command if engine == "papermill" else [sys.executable, "tools/run_notebook.py"]
     command += [str(NOTEBOOK), notebook, *(word for name, value in given.items() for word in ("-p", name, str(value)))]
-    environment = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "NCCL_NVLS_ENABLE": "0", "OMP_NUM_THREADS": "1",
-                   **os.environ, "PYTHONUNBUFFERED": "1"}  # no NVLink multicast: a share of a machine may not have it
+    environment = {
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+        "NCCL_NVLS_ENABLE": "0",
+        "OMP_NUM_THREADS": "1",
+        **os.environ,
+        "PYTHONUNBUFFERED": "1",
+    }  # no NVLink multicast: a share of a machine may not have it
     began = said = time.monotonic()
     print(f"{given['launcher']}: at most {limit:.0f} s", flush=True)
     with open(log, "w") as file:
-        child = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT,
-                                 start_new_session=True)
+        child = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+        )
         try:
             stopped = False
             while child.poll() is None and time.monotonic() - began < limit:
@@ -183,7 +226,8 @@ def measure(folder: Path, warm: int) -> dict[str, Any]:
     logs = [r["message"] for r in records if r["kind"] == "log"]
     return {
         "status": ends[-1]["status"] if ends else "no end on record",
-        "steps": len(after), "skipped": sum(bool(r["skipped"]) for r in steps),
+        "steps": len(after),
+        "skipped": sum(bool(r["skipped"]) for r in steps),
         "faults": sum(r["kind"] == "fault" for r in records),
         "tokens_per_second": sum(r["tokens"] for r in after) / seconds if seconds else None,
         "step_seconds": statistics.median(r["step_seconds"] for r in after) if after else None,
@@ -191,8 +235,10 @@ def measure(folder: Path, warm: int) -> dict[str, Any]:
         "startup_seconds": round(steps[0]["t"] - starts[0], 1) if steps and starts else None,
         "target": next((line for line in logs if "captured layers" in line), None),
         "sides": {side: stage_rates(records, side, begin) for side in ("target", "drafter")},
-        "devices": {name: memory_of(records, name, begin, end) for name in
-                    sorted({r["device"] for r in records if r["kind"] == "device"})},
+        "devices": {
+            name: memory_of(records, name, begin, end)
+            for name in sorted({r["device"] for r in records if r["kind"] == "device"})
+        },
     }
 
 
@@ -206,8 +252,12 @@ def stage_rates(records: list[dict], side: str, begin: float) -> dict[str, Any]:
                 sums[i] += r[name] or 0.0
     rates = [tokens / busy for tokens, busy, _ in workers.values() if busy > 0]
     busy, wait = (sum(s[i] for s in workers.values()) for i in (1, 2))
-    return {"workers": len(workers), "tokens_per_second": sum(rates) if rates else None,
-            "one": sum(rates) / len(rates) if rates else None, "busy": busy / (busy + wait) if busy + wait else None}
+    return {
+        "workers": len(workers),
+        "tokens_per_second": sum(rates) if rates else None,
+        "one": sum(rates) / len(rates) if rates else None,
+        "busy": busy / (busy + wait) if busy + wait else None,
+    }
 
 
 def memory_of(records: list[dict], name: str, begin: float, end: float) -> dict[str, Any]:
@@ -221,10 +271,16 @@ def memory_of(records: list[dict], name: str, begin: float, end: float) -> dict[
     values = [value for _, value in course]
     load = [r["utilization"] for r in here if r["utilization"] is not None]
     every = max(1, len(course) // 40)
-    return {"what": kind, "samples": len(values), "bytes": max(values, default=None),
-            "peak": max((r["peak"] for r in here if r["peak"]), default=None),
-            "moved": max(values) / min(values) - 1 if values else 0.0, "judged": kind == "reserved",
-            "utilization": statistics.mean(load) if load else None, "course": course[::every]}
+    return {
+        "what": kind,
+        "samples": len(values),
+        "bytes": max(values, default=None),
+        "peak": max((r["peak"] for r in here if r["peak"]), default=None),
+        "moved": max(values) / min(values) - 1 if values else 0.0,
+        "judged": kind == "reserved",
+        "utilization": statistics.mean(load) if load else None,
+        "course": course[::every],
+    }
 
 
 # -- people's part --------------------------------------------------------------------------------------------------------
@@ -232,28 +288,37 @@ def memory_of(records: list[dict], name: str, begin: float, end: float) -> dict[
 
 def table(story: dict[str, Any]) -> str:
     """One run in a few lines."""
+
     def number(value: float | None, form: str = ",.0f") -> str:
         return "-" if value is None else format(value, form)
 
     few = "" if story["enough_steps"] else f" (of {story['wanted_steps']} wanted: the time held no more)"
-    lines = [f"\n{story['launcher']}: {'ok' if story['ok'] else 'NOT OK'}, {story['status']}, exit {story['exit_code']}, "
-             f"{story['steps']} steps after warmup{few}, {story['skipped']} skipped, {story['faults']} faults; "
-             f"{story['wall_seconds']:.0f} s, first step after {number(story['startup_seconds'])} s",
-             f"target: {story['target']}",
-             f"pipeline {number(story['tokens_per_second'])} tokens/s, a step {number(story['step_seconds'], '.2f')} s, "
-             f"loss {' -> '.join(number(loss, '.3f') for loss in story['losses'])}"]
+    lines = [
+        f"\n{story['launcher']}: {'ok' if story['ok'] else 'NOT OK'}, {story['status']}, exit {story['exit_code']}, "
+        f"{story['steps']} steps after warmup{few}, {story['skipped']} skipped, {story['faults']} faults; "
+        f"{story['wall_seconds']:.0f} s, first step after {number(story['startup_seconds'])} s",
+        f"target: {story['target']}",
+        f"pipeline {number(story['tokens_per_second'])} tokens/s, a step {number(story['step_seconds'], '.2f')} s, "
+        f"loss {' -> '.join(number(loss, '.3f') for loss in story['losses'])}",
+    ]
     for side, r in story["sides"].items():
-        lines.append(f"{side + 's':9} {r['workers']} x {number(r['one'])} = {number(r['tokens_per_second'])} tokens/s, "
-                     f"busy {number(r['busy'], '.0%')}")
+        lines.append(
+            f"{side + 's':9} {r['workers']} x {number(r['one'])} = {number(r['tokens_per_second'])} tokens/s, "
+            f"busy {number(r['busy'], '.0%')}"
+        )
     lines.append(f"{'device':8} {'GiB':>7} {'peak':>7} {'moved':>7} {'utilisation':>11}  samples")
     for name, d in story["devices"].items():
         gib = [number(v and v / 2**30, ".1f") for v in (d["bytes"], d["peak"])]
         bad = "  more than 2%" if d["judged"] and d["moved"] > TOLERANCE else "" if d["judged"] else "  not judged"
-        lines.append(f"{name:8} {gib[0]:>7} {gib[1]:>7} {d['moved']:>7.2%} {number(d['utilization'], '.0f'):>10}%  "
-                     f"{d['samples']:>7}{bad}")
+        lines.append(
+            f"{name:8} {gib[0]:>7} {gib[1]:>7} {d['moved']:>7.2%} {number(d['utilization'], '.0f'):>10}%  "
+            f"{d['samples']:>7}{bad}"
+        )
     note = story["notebook"]
-    lines.append(f"notebook {note['file']}: {number(note['bytes'] and note['bytes'] / 1e3)} kB"
-                 + (f", paths taken out: {note['paths']}" if note["paths"] else ""))
+    lines.append(
+        f"notebook {note['file']}: {number(note['bytes'] and note['bytes'] / 1e3)} kB"
+        + (f", paths taken out: {note['paths']}" if note["paths"] else "")
+    )
     return "\n".join(lines)
 
 
@@ -265,8 +330,10 @@ def scaling(before: list[dict], now: list[dict]) -> str:
         base = old.get(story["launcher"], {})
         if base.get("tokens_per_second") and story["tokens_per_second"]:
             split = ["{0[target][workers]} + {0[drafter][workers]}".format(s["sides"]) for s in (base, story)]
-            lines.append(f"{story['launcher']}: {split[1]} is {story['tokens_per_second'] / base['tokens_per_second']:.2f} "
-                         f"times {split[0]}")
+            lines.append(
+                f"{story['launcher']}: {split[1]} is {story['tokens_per_second'] / base['tokens_per_second']:.2f} "
+                f"times {split[0]}"
+            )
     return "\n".join(lines)
 
 

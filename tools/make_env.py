@@ -60,8 +60,10 @@ def main() -> int:
     parser.add_argument("--torch", default="torch==2.13.0", help="what to install when no usable torch is here")
     options = parser.parse_args()
     if sys.version_info[:2] < OLDEST:
-        print(f"Python 3.11 or newer is needed, this is {sys.version.split()[0]}; pass PYTHON=python3.11 to make",
-              file=sys.stderr)
+        print(
+            f"Python 3.11 or newer is needed, this is {sys.version.split()[0]}; pass PYTHON=python3.11 to make",
+            file=sys.stderr,
+        )
         return 2
     there, folder = existing_torch(), Path(options.folder)
     if not (folder / "bin" / "python").exists():

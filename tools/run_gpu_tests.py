@@ -1,6 +1,6 @@
 """Run the GPU cases of the compile-safe runtime, with pytest where it is installed and without it otherwise.
 
-    python tools/run_gpu_tests.py            # each case has its own time limit; a table comes last
+python tools/run_gpu_tests.py            # each case has its own time limit; a table comes last
 """
 
 from __future__ import annotations
@@ -52,8 +52,14 @@ def collect(module: types.ModuleType) -> dict[str, tuple]:
         if not name.startswith("test_"):
             continue
         marks = getattr(function, "pytestmark", [])
-        skip = next((mark.kwargs.get("reason", "skipped") for mark in (*module.pytestmark, *marks)
-                     if mark.name == "skipif" and mark.args[0]), "")
+        skip = next(
+            (
+                mark.kwargs.get("reason", "skipped")
+                for mark in (*module.pytestmark, *marks)
+                if mark.name == "skipif" and mark.args[0]
+            ),
+            "",
+        )
         grid = next((mark.args for mark in marks if mark.name == "parametrize"), None)
         for value in grid[1] if grid else [None]:
             label = name if value is None else f"{name}[{value}]"
@@ -98,7 +104,7 @@ def stand_in() -> types.ModuleType:
             return Mark(name)
 
     module.mark = Marks()
-    module.fixture = lambda *args, **kwargs: (lambda function: function)
+    module.fixture = lambda *args, **kwargs: lambda function: function
     return module
 
 

@@ -117,8 +117,7 @@ def run_cells(notebook: dict, parameters: dict[str, str], shown: list[dict]) -> 
         if error is not None:
             lines = traceback.format_exception(error)
             print("".join(lines), file=sys.__stdout__)
-            outputs.append({"output_type": "error", "ename": type(error).__name__, "evalue": str(error),
-                            "traceback": lines})
+            outputs.append({"output_type": "error", "ename": type(error).__name__, "evalue": str(error), "traceback": lines})
         seconds = round(time.perf_counter() - begin, 2)
         cell.update(execution_count=count, outputs=outputs)
         cell["metadata"]["seconds"] = seconds

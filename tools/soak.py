@@ -43,8 +43,20 @@ from dflash.train.settings import RunConfig  # noqa: E402
 from dflash.train.step import Replica  # noqa: E402
 
 KILLS = ("kill in a save", "kill between steps", "kill in a save", "kill in a save")
-OTHERS = ("target dies", "drafter dies", "copy dies", "drafter out of memory", "target hangs", "drafter hangs",
-          "gradient not finite", "disk full in a save", "disk full in logging", "parameter not finite", "Ctrl-C", "SIGTERM")
+OTHERS = (
+    "target dies",
+    "drafter dies",
+    "copy dies",
+    "drafter out of memory",
+    "target hangs",
+    "drafter hangs",
+    "gradient not finite",
+    "disk full in a save",
+    "disk full in logging",
+    "parameter not finite",
+    "Ctrl-C",
+    "SIGTERM",
+)
 GOES_ON = ("gradient not finite", "disk full in a save", "disk full in logging")  # without ending the session
 HANG_SECONDS = 2.0
 
@@ -63,10 +75,28 @@ def make_material(folder: Path, steps: int, every: int) -> dict[str, object]:
 
     tokenizer = chat_tokenizer()
     save_material(folder, tiny_target(vocab_size=len(tokenizer)).model, tokenizer)
-    return dict(target=str(folder / "target"), data=str(folder / "data.jsonl"), pack_length=96, held_out=4, num_captured=2,
-                drafter_layers=1, block_size=4, max_anchors=16, steps=steps, packs_per_step=2, dtype="float32",
-                target_dtype="float32", lr=1e-3, features="online", soft_labels=True, gpus="cpu:2", target_gpus="cpu:2",
-                checkpoint_every=max(2, every // 5), eval_every=2 * max(2, every // 5), watchdog_seconds=HANG_SECONDS)
+    return dict(
+        target=str(folder / "target"),
+        data=str(folder / "data.jsonl"),
+        pack_length=96,
+        held_out=4,
+        num_captured=2,
+        drafter_layers=1,
+        block_size=4,
+        max_anchors=16,
+        steps=steps,
+        packs_per_step=2,
+        dtype="float32",
+        target_dtype="float32",
+        lr=1e-3,
+        features="online",
+        soft_labels=True,
+        gpus="cpu:2",
+        target_gpus="cpu:2",
+        checkpoint_every=max(2, every // 5),
+        eval_every=2 * max(2, every // 5),
+        watchdog_seconds=HANG_SECONDS,
+    )
 
 
 class Injector:
@@ -161,8 +191,11 @@ def usage() -> dict[str, int]:
     """Resident bytes, open files and threads of this process."""
     gc.collect()
     pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return {"memory": pages * os.sysconf("SC_PAGE_SIZE"), "files": len(os.listdir("/proc/self/fd")),
-            "threads": len(os.listdir("/proc/self/task"))}
+    return {
+        "memory": pages * os.sysconf("SC_PAGE_SIZE"),
+        "files": len(os.listdir("/proc/self/fd")),
+        "threads": len(os.listdir("/proc/self/task")),
+    }
 
 
 def work(folder: Path, steps: int, every: int, faults: bool) -> None:
@@ -201,8 +234,13 @@ def run_worker(folder: Path, steps: int, every: int, faults: bool) -> int:
     while True:
         command = [sys.executable, __file__, "--work", "--folder", str(folder), "--steps", str(steps), "--every", str(every)]
         log = open(folder / "worker.log", "ab")
-        child = subprocess.Popen(command + ([] if faults else ["--whole"]), stdout=log, stderr=log, start_new_session=True,
-                                 env={"OMP_NUM_THREADS": "1", **os.environ})
+        child = subprocess.Popen(
+            command + ([] if faults else ["--whole"]),
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            env={"OMP_NUM_THREADS": "1", **os.environ},
+        )
         log.close()
         code = child.wait()
         if code == 0:
@@ -241,26 +279,39 @@ def judge(folder: Path, steps: int, every: int, killed: int) -> dict[str, object
     lengths = {r["step"]: r["acceptance_length"] for r in records if r["kind"] == "eval"}
     saved = [r["step"] for r in records if r["kind"] == "checkpoint" and r["step"] in lengths]
     counts = {
-        "steps": steps, "faults injected": len(fired), "faults survived": len(set(map(tuple, fired)) & {
-            (str(at), kind) for at, kind in plan.items()}) if seen and seen[-1] == steps else 0,
-        "workers killed": killed, "sessions": len(sessions),
+        "steps": steps,
+        "faults injected": len(fired),
+        "faults survived": len(set(map(tuple, fired)) & {(str(at), kind) for at, kind in plan.items()})
+        if seen and seen[-1] == steps
+        else 0,
+        "workers killed": killed,
+        "sessions": len(sessions),
         "steps lost beyond the last checkpoint": len(set(wanted) - set(seen)),
         "steps on record twice": len(seen) - len(set(seen)),
         "losses that differ": sum(r["loss"] != wanted[r["step"]] for r in records if r["kind"] == "step"),
         "weights bit-equal to the unbroken run": all(torch.equal(mine[k], theirs[k]) for k in theirs),
-        "best checkpoint kept": best is not None and checkpoint_facts(best)["acceptance_length"] == max(
-            lengths[s] for s in saved),
-        "resumes on record": len(resumed), "records set aside": len((run / SUPERSEDED).read_text().splitlines()),
-        "memory drift": round(drift, 4), "sessions in one process": len(last),
-        "open files": [settled["files"], last[-1]["files"]], "threads": [settled["threads"], last[-1]["threads"]],
+        "best checkpoint kept": best is not None
+        and checkpoint_facts(best)["acceptance_length"] == max(lengths[s] for s in saved),
+        "resumes on record": len(resumed),
+        "records set aside": len((run / SUPERSEDED).read_text().splitlines()),
+        "memory drift": round(drift, 4),
+        "sessions in one process": len(last),
+        "open files": [settled["files"], last[-1]["files"]],
+        "threads": [settled["threads"], last[-1]["threads"]],
         "orphan processes": orphans(folder),
     }
     counts["ok"] = bool(
-        counts["faults injected"] == counts["faults survived"] == len(plan) and not counts["orphan processes"]
-        and not counts["steps lost beyond the last checkpoint"] and not counts["steps on record twice"]
-        and not counts["losses that differ"] and counts["weights bit-equal to the unbroken run"]
-        and counts["best checkpoint kept"] and abs(drift) <= 0.02 and last[-1]["files"] <= settled["files"]
-        and last[-1]["threads"] <= settled["threads"])
+        counts["faults injected"] == counts["faults survived"] == len(plan)
+        and not counts["orphan processes"]
+        and not counts["steps lost beyond the last checkpoint"]
+        and not counts["steps on record twice"]
+        and not counts["losses that differ"]
+        and counts["weights bit-equal to the unbroken run"]
+        and counts["best checkpoint kept"]
+        and abs(drift) <= 0.02
+        and last[-1]["files"] <= settled["files"]
+        and last[-1]["threads"] <= settled["threads"]
+    )
     return counts
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 def whole(least: int = 1) -> Callable[[str], int]:
     """An argparse type: a whole number of at least `least`; argparse adds the option's name and ends with code 2."""
+
     def number(text: str) -> int:
         try:
             value = int(text)
@@ -47,8 +48,9 @@ def writable(text: str) -> str:
         elif not os.access(path, os.W_OK):
             raise PermissionError(None, "Permission denied")
     except OSError as error:
-        raise argparse.ArgumentTypeError(f"wanted a file that can be written, got {text!r} ({error.strerror}); name a file "
-                                         "in a folder of yours") from None
+        raise argparse.ArgumentTypeError(
+            f"wanted a file that can be written, got {text!r} ({error.strerror}); name a file in a folder of yours"
+        ) from None
     return text
 
 

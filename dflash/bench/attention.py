@@ -23,8 +23,9 @@ def make_mask(shape: StepShape, device: torch.device, seed: int = 0) -> Attentio
     """The mask of a made-up pack."""
     host = torch.Generator().manual_seed(seed)
     lengths = document_lengths(shape.tokens, shape.document, host)
-    anchors = sample_anchors(torch.rand(shape.tokens, generator=host) < shape.supervised, lengths, shape.block,
-                             shape.anchors, host)
+    anchors = sample_anchors(
+        torch.rand(shape.tokens, generator=host) < shape.supervised, lengths, shape.block, shape.anchors, host
+    )
     return AttentionMask(anchors.to(device), document_ids(lengths, shape.tokens).to(device), shape.block)
 
 
@@ -76,8 +77,9 @@ def measure_backend(
     return result
 
 
-def least_seconds(backend: str, shape: StepShape, device: torch.device, dtype: torch.dtype, warmup: int, repeats: int
-                  ) -> float:
+def least_seconds(
+    backend: str, shape: StepShape, device: torch.device, dtype: torch.dtype, warmup: int, repeats: int
+) -> float:
     """What `measure_backend` takes, from a few anchors of a short pack and the pairs that either mask lets through."""
     small = replace(shape, tokens=min(shape.tokens, 1024), anchors=min(shape.anchors, 8))
     if small == shape:
@@ -99,8 +101,16 @@ def run(args: argparse.Namespace) -> int:
         mask, forward, both = (r[key]["seconds_median"] * 1e3 for key in ("mask", "forward", "both"))
         rate = r["both"]["flops_per_second"] / 1e12
         print(f"{r['backend']:14} {mask:>8.2f} {forward:>11.2f} {both:>13.2f} {rate:>8.3g}")
-    write_json(args.json, {"bench": "attention", "shape": vars(shape), "dtype": args.dtype,
-                           "environment": environment(device), "results": results})
+    write_json(
+        args.json,
+        {
+            "bench": "attention",
+            "shape": vars(shape),
+            "dtype": args.dtype,
+            "environment": environment(device),
+            "results": results,
+        },
+    )
     return 0
 
 

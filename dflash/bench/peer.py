@@ -33,8 +33,7 @@ def import_peer() -> types.ModuleType:
         return importlib.import_module("speculators.models.dflash.core")
     except ImportError as error:
         raise ConfigError(
-            f"the peer speculators cannot be imported ({error}); install its wheel with --no-deps, and "
-            "pydantic"
+            f"the peer speculators cannot be imported ({error}); install its wheel with --no-deps, and pydantic"
         ) from error
 
 
@@ -45,17 +44,27 @@ def make_peer(shape: StepShape, head: tuple[Tensor, Tensor], device: torch.devic
     from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 
     config = Qwen3Config(
-        hidden_size=shape.hidden, num_hidden_layers=shape.layers, num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads, head_dim=shape.head_dim, intermediate_size=shape.intermediate,
-        vocab_size=shape.vocab, rms_norm_eps=1e-6, max_position_embeddings=262144, pad_token_id=None,
+        hidden_size=shape.hidden,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        intermediate_size=shape.intermediate,
+        vocab_size=shape.vocab,
+        rms_norm_eps=1e-6,
+        max_position_embeddings=262144,
+        pad_token_id=None,
         rope_parameters={"rope_type": "default", "rope_theta": 1e7},
     )
     config._attn_implementation = "simple_flex_attention" if device.type == "cuda" else "eager"
     with torch.device(device):
         model = core.DFlashDraftModel(
             DFlashSpeculatorConfig(
-                transformer_layer_config=config, draft_vocab_size=shape.vocab, block_size=shape.block,
-                aux_hidden_state_layer_ids=list(range(shape.captured)), mask_token_id=shape.vocab - 1,
+                transformer_layer_config=config,
+                draft_vocab_size=shape.vocab,
+                block_size=shape.block,
+                aux_hidden_state_layer_ids=list(range(shape.captured)),
+                mask_token_id=shape.vocab - 1,
             )
         ).to(dtype)
     with torch.no_grad():
@@ -66,8 +75,13 @@ def make_peer(shape: StepShape, head: tuple[Tensor, Tensor], device: torch.devic
 
 
 def peer_call(
-    shape: StepShape, inputs: StepInputs, head: tuple[Tensor, Tensor], device: torch.device, dtype: torch.dtype,
-    soft: bool, losses: str = "eager",
+    shape: StepShape,
+    inputs: StepInputs,
+    head: tuple[Tensor, Tensor],
+    device: torch.device,
+    dtype: torch.dtype,
+    soft: bool,
+    losses: str = "eager",
 ) -> Callable[[], Tensor]:
     """A function that runs one step of the peer on our tensors and anchors, its forward compiled as a whole on CUDA.
 
@@ -88,9 +102,14 @@ def peer_call(
         for parameter in parameters:
             parameter.grad = None
         _, loss, _ = model(
-            hidden_states=inputs.all_hidden_states, input_ids=inputs.input_ids, loss_mask=loss_mask,
-            verifier_last_hidden_states=inputs.verifier_last_hidden, document_ids=documents,
-            position_ids=inputs.position_ids, loss_config={"loss": (chosen, 1.0)}, gamma=GAMMA,
+            hidden_states=inputs.all_hidden_states,
+            input_ids=inputs.input_ids,
+            loss_mask=loss_mask,
+            verifier_last_hidden_states=inputs.verifier_last_hidden,
+            document_ids=documents,
+            position_ids=inputs.position_ids,
+            loss_config={"loss": (chosen, 1.0)},
+            gamma=GAMMA,
             max_anchors=shape.anchors,
         )
         loss.backward()

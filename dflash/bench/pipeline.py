@@ -50,9 +50,11 @@ def memory_now(devices) -> dict[str, dict[str, int | None]]:
     found = {}
     for device in devices:
         if device.type == "cuda":
-            found[str(device)] = {"allocated": torch.cuda.memory_allocated(device),
-                                  "reserved": torch.cuda.memory_reserved(device),
-                                  "peak": torch.cuda.max_memory_allocated(device)}
+            found[str(device)] = {
+                "allocated": torch.cuda.memory_allocated(device),
+                "reserved": torch.cuda.memory_reserved(device),
+                "peak": torch.cuda.max_memory_allocated(device),
+            }
         else:
             found[str(device)] = {"allocated": resident_bytes(), "reserved": None, "peak": None}
     return found
@@ -64,8 +66,12 @@ def measure_target(case: Case, target, ceiling: float, repeats: int = 3) -> dict
     with on(target.device), one_host_thread([target.device]):
         timing = measure(lambda: source.get(next(packs)), target.device, 1, repeats)
     flops = target_flops(case, target)
-    return {"tokens_per_second": case.shape.tokens / timing.median, "seconds": timing.median,
-            "mfu": flops / timing.median / ceiling, "peak_bytes": timing.peak_bytes}
+    return {
+        "tokens_per_second": case.shape.tokens / timing.median,
+        "seconds": timing.median,
+        "mfu": flops / timing.median / ceiling,
+        "peak_bytes": timing.peak_bytes,
+    }
 
 
 def measure_drafter(case: Case, target, replica: Replica, ceiling: float, repeats: int = 3) -> dict:
@@ -81,12 +87,24 @@ def measure_drafter(case: Case, target, replica: Replica, ceiling: float, repeat
     with on(replica.device), one_host_thread([replica.device]):
         timing = measure(step, replica.device, 2, repeats)
     flops = matmul_flops(case.shape, case.soft_labels)
-    return {"tokens_per_second": case.shape.tokens / timing.median, "seconds": timing.median,
-            "mfu": flops / timing.median / ceiling, "peak_bytes": timing.peak_bytes}
+    return {
+        "tokens_per_second": case.shape.tokens / timing.median,
+        "seconds": timing.median,
+        "mfu": flops / timing.median / ceiling,
+        "peak_bytes": timing.peak_bytes,
+    }
 
 
-def run_steps(engine: PipelineEngine, steps: int, topology: Topology, lr: float, warm: int = 3, run_dir=None,
-              step_timeout: float = 120.0, sample_every: int = 0) -> dict:
+def run_steps(
+    engine: PipelineEngine,
+    steps: int,
+    topology: Topology,
+    lr: float,
+    warm: int = 3,
+    run_dir=None,
+    step_timeout: float = 120.0,
+    sample_every: int = 0,
+) -> dict:
     """Drive an engine under full protection; throughput is from the end of step `warm` to the end of the last but one.
 
     Losses are read one step behind, as training does, so that both ends lie in a running pipeline. Where the targets may
@@ -99,9 +117,12 @@ def run_steps(engine: PipelineEngine, steps: int, topology: Topology, lr: float,
     samples, tokens, clock = [], 0, StepClock()
     plans, began = engine.planner, time.perf_counter()
     try:
-        with one_host_thread(topology.devices), protected(
-                engine.warmup_jobs(plans.step(1)), run_dir=run_dir, step_timeout=step_timeout,
-                on_hang=engine.on_hang) as protection:
+        with (
+            one_host_thread(topology.devices),
+            protected(
+                engine.warmup_jobs(plans.step(1)), run_dir=run_dir, step_timeout=step_timeout, on_hang=engine.on_hang
+            ) as protection,
+        ):
             engine.start(1)
             for number in range(1, steps + 1):
                 plan = plans.step(number)
@@ -115,17 +136,34 @@ def run_steps(engine: PipelineEngine, steps: int, topology: Topology, lr: float,
             engine.verify()
     finally:
         engine.close()
-    ledgers = {ledger.name: {"busy": ledger.busy, "wait": ledger.waiting, "tokens": ledger.tokens,
-                             "phases": dict(ledger.seconds)}
-               for ledger in (*engine.target_ledgers, *engine.drafter_ledgers)}
+    ledgers = {
+        ledger.name: {"busy": ledger.busy, "wait": ledger.waiting, "tokens": ledger.tokens, "phases": dict(ledger.seconds)}
+        for ledger in (*engine.target_ledgers, *engine.drafter_ledgers)
+    }
     seconds, timed = clock.seconds(warm), steps - 1 - warm
-    return {"losses": [row[0] for row in losses], "tokens_per_second": tokens / timed / seconds if seconds else None,
-            "step_seconds": seconds, "steps": clock.each(), "warm_seconds": clock.end(warm) - began, "memory": memory,
-            "samples": samples, "workers": ledgers, "finite": all(row[-1] == 1.0 for row in losses)}
+    return {
+        "losses": [row[0] for row in losses],
+        "tokens_per_second": tokens / timed / seconds if seconds else None,
+        "step_seconds": seconds,
+        "steps": clock.each(),
+        "warm_seconds": clock.end(warm) - began,
+        "memory": memory,
+        "samples": samples,
+        "workers": ledgers,
+        "finite": all(row[-1] == 1.0 for row in losses),
+    }
 
 
-def measure_pipeline(case: Case, topology: Topology, steps: int, depth: int = 2, run=None, run_dir=None,
-                     step_timeout: float = 120.0, repeats: int = 3) -> dict:
+def measure_pipeline(
+    case: Case,
+    topology: Topology,
+    steps: int,
+    depth: int = 2,
+    run=None,
+    run_dir=None,
+    step_timeout: float = 120.0,
+    repeats: int = 3,
+) -> dict:
     """Both stages alone, then the pipeline, and how close it comes to its slower side."""
     target = make_target(case, topology.targets[0][0])
     replica = make_replica(case, target, topology.drafters[0])
@@ -135,16 +173,16 @@ def measure_pipeline(case: Case, topology: Topology, steps: int, depth: int = 2,
             ceilings[device] = matmul_ceiling(device, case.dtype)
     result = {"target": measure_target(case, target, ceilings[target.device], repeats)}
     free_memory(target.device)
-    result["drafter"] = measure_drafter(case, target, replica, ceilings[replica.device],
-                                        repeats)
+    result["drafter"] = measure_drafter(case, target, replica, ceilings[replica.device], repeats)
     replica = Replica(replica.drafter, case.options)  # moments as new, like those of the other replicas
     free_memory(replica.device)
     for device in topology.devices:
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
     engine = make_engine(case, topology, steps + depth + 2, depth, run, target, replica)
-    result["pipeline"] = run_steps(engine, steps, topology, case.lr, warm=min(depth + 2, steps - 2),
-                                   run_dir=run_dir, step_timeout=step_timeout)
+    result["pipeline"] = run_steps(
+        engine, steps, topology, case.lr, warm=min(depth + 2, steps - 2), run_dir=run_dir, step_timeout=step_timeout
+    )
     rates = Rates(result["target"]["tokens_per_second"], result["drafter"]["tokens_per_second"])
     fed, eaten = len(topology.targets) * rates.target, len(topology.drafters) * rates.drafter
     if topology.shared:
@@ -183,11 +221,15 @@ def table(result: dict) -> str:
         peak = "-" if r["peak_bytes"] is None else f"{r['peak_bytes'] / 2**30:.1f}"
         lines.append(f"{name:10} {r['tokens_per_second']:>9,.0f} {r['seconds']:>9.3f} {r['mfu']:>5.2f} {peak:>8}")
     p = result["pipeline"]
-    lines.append(f"{'pipeline':10} {p['tokens_per_second']:>9,.0f} {p['seconds']:>9.3f}  "
-                 f"{result['of_slower_side']:.1%} of its slower side ({result['bound_by']})")
+    lines.append(
+        f"{'pipeline':10} {p['tokens_per_second']:>9,.0f} {p['seconds']:>9.3f}  "
+        f"{result['of_slower_side']:.1%} of its slower side ({result['bound_by']})"
+    )
     if result["cpu_workers"] > 1:
-        lines.append(f"{result['cpu_workers']} CPU workers share the cores of one machine, so the percentage of the slower "
-                     "side says nothing about devices")
+        lines.append(
+            f"{result['cpu_workers']} CPU workers share the cores of one machine, so the percentage of the slower "
+            "side says nothing about devices"
+        )
     for name, w in p["workers"].items():
         lines.append(f"  {name:12} busy {w['busy']:8.2f} s, waiting {w['wait']:8.2f} s")
     for device, m in p["memory"].items():
@@ -199,10 +241,20 @@ def table(result: dict) -> str:
 def run(args: argparse.Namespace) -> int:
     topology = decide(RuntimeOptions(gpus=args.gpus, target_gpus=args.target_gpus))
     drafters = len(topology.drafters)
-    dtype = getattr(torch, args.dtype) if args.dtype else (
-        torch.bfloat16 if topology.drafters[0].type == "cuda" else torch.float32)
-    case = Case(SHAPES[args.shape], args.target_layers, args.hybrid, args.labels == "soft", dtype,
-                packs=max(4, 2 * drafters), packs_per_step=args.packs_per_step or drafters)
+    dtype = (
+        getattr(torch, args.dtype)
+        if args.dtype
+        else (torch.bfloat16 if topology.drafters[0].type == "cuda" else torch.float32)
+    )
+    case = Case(
+        SHAPES[args.shape],
+        args.target_layers,
+        args.hybrid,
+        args.labels == "soft",
+        dtype,
+        packs=max(4, 2 * drafters),
+        packs_per_step=args.packs_per_step or drafters,
+    )
     if args.tokens:
         case = replace(case, shape=replace(case.shape, tokens=args.tokens))
     if CPU in topology.devices:
@@ -212,16 +264,28 @@ def run(args: argparse.Namespace) -> int:
     result = measure_pipeline(case, topology, args.steps, args.queue_depth)
     print(table(result))
     if args.advise is not None and result["of_slower_side"] > _TOO_FAST:
-        print(f"no advice: the pipeline was {result['of_slower_side']:.1f} times as fast as its stages alone allow: others "
-              "used this machine while those were measured; measure again when it is quiet")
+        print(
+            f"no advice: the pipeline was {result['of_slower_side']:.1f} times as fast as its stages alone allow: others "
+            "used this machine while those were measured; measure again when it is quiet"
+        )
     elif args.advise is not None:
         gpus = args.advise or max(2, len(topology.devices))
         print(advice(gpus, Rates(**result["rates"]), (gpus - drafters, drafters)))
     if args.check:
         result["checks"] = run_checks(case, topology, args.check_steps)
-    write_json(args.json, {"bench": "pipeline", "shape": vars(case.shape), "target_layers": case.target_layers,
-                           "hybrid": case.hybrid, "topology": str(topology), "queue_depth": args.queue_depth,
-                           "environment": environment(topology.drafters[0]), **result})
+    write_json(
+        args.json,
+        {
+            "bench": "pipeline",
+            "shape": vars(case.shape),
+            "target_layers": case.target_layers,
+            "hybrid": case.hybrid,
+            "topology": str(topology),
+            "queue_depth": args.queue_depth,
+            "environment": environment(topology.drafters[0]),
+            **result,
+        },
+    )
     return 0 if all(check["ok"] for check in result.get("checks", {}).values()) else 1
 
 
@@ -257,10 +321,20 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument("--steps", type=whole(4), default=20)
     parser.add_argument("--packs-per-step", type=whole(), help="one for each drafter")
     parser.add_argument("--queue-depth", type=whole(), default=2)
-    parser.add_argument("--advise", type=whole(), nargs="?", const=0, default=None, metavar="GPUS",
-                        help="print every split of this many GPUs (default: of those in use)")
-    parser.add_argument("--check", action="store_true",
-                        help="also check the hand-over, the losses against the serial reference, memory, and failure")
+    parser.add_argument(
+        "--advise",
+        type=whole(),
+        nargs="?",
+        const=0,
+        default=None,
+        metavar="GPUS",
+        help="print every split of this many GPUs (default: of those in use)",
+    )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="also check the hand-over, the losses against the serial reference, memory, and failure",
+    )
     parser.add_argument("--check-steps", type=whole(20), default=200, help="steps of the memory check")
     add_json_argument(parser)
     parser.set_defaults(run=run)

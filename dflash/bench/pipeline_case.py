@@ -48,12 +48,50 @@ class Case:
         return sorted({round(i * last / max(1, self.shape.captured - 1)) for i in range(self.shape.captured)})
 
 
-TINY = StepShape(tokens=96, anchors=8, block=4, captured=2, document=30, hidden=64, layers=2, heads=4, kv_heads=2,
-                 head_dim=16, intermediate=96, vocab=300)
-SMALL = StepShape(tokens=2048, anchors=64, block=8, captured=3, document=400, supervised=0.8, hidden=512, layers=2,
-                  heads=8, kv_heads=2, head_dim=64, intermediate=1408, vocab=8192)
-MEDIUM = StepShape(tokens=16384, anchors=512, block=16, captured=3, document=1500, supervised=0.9, hidden=2048, layers=4,
-                   heads=16, kv_heads=4, head_dim=128, intermediate=6144, vocab=65536)
+TINY = StepShape(
+    tokens=96,
+    anchors=8,
+    block=4,
+    captured=2,
+    document=30,
+    hidden=64,
+    layers=2,
+    heads=4,
+    kv_heads=2,
+    head_dim=16,
+    intermediate=96,
+    vocab=300,
+)
+SMALL = StepShape(
+    tokens=2048,
+    anchors=64,
+    block=8,
+    captured=3,
+    document=400,
+    supervised=0.8,
+    hidden=512,
+    layers=2,
+    heads=8,
+    kv_heads=2,
+    head_dim=64,
+    intermediate=1408,
+    vocab=8192,
+)
+MEDIUM = StepShape(
+    tokens=16384,
+    anchors=512,
+    block=16,
+    captured=3,
+    document=1500,
+    supervised=0.9,
+    hidden=2048,
+    layers=4,
+    heads=16,
+    kv_heads=4,
+    head_dim=128,
+    intermediate=6144,
+    vocab=65536,
+)
 FULL = StepShape()
 
 
@@ -62,9 +100,19 @@ def make_target(case: Case, device: torch.device, seed: int = 0) -> Target:
     shape = case.shape
     torch.manual_seed(seed)
     if case.hybrid:
-        target = make_hybrid(TargetShape(tokens=shape.tokens, layers=case.target_layers, depth=case.target_layers,
-                                         captured=shape.captured, hidden=shape.hidden,
-                                         intermediate=shape.intermediate, vocab=shape.vocab), device, case.dtype)
+        target = make_hybrid(
+            TargetShape(
+                tokens=shape.tokens,
+                layers=case.target_layers,
+                depth=case.target_layers,
+                captured=shape.captured,
+                hidden=shape.hidden,
+                intermediate=shape.intermediate,
+                vocab=shape.vocab,
+            ),
+            device,
+            case.dtype,
+        )
     else:
         target = _make_llama(case, device)
     if case.fast_capture:
@@ -77,10 +125,20 @@ def _make_llama(case: Case, device: torch.device) -> Target:
 
     shape = case.shape
     config = LlamaConfig(
-        vocab_size=shape.vocab, hidden_size=shape.hidden, intermediate_size=shape.intermediate,
-        num_hidden_layers=case.target_layers, num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_dim, max_position_embeddings=shape.tokens, tie_word_embeddings=True,
-        initializer_range=0.05, bos_token_id=None, eos_token_id=None, pad_token_id=0)
+        vocab_size=shape.vocab,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_hidden_layers=case.target_layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        max_position_embeddings=shape.tokens,
+        tie_word_embeddings=True,
+        initializer_range=0.05,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
     config._attn_implementation = "sdpa"
     before = torch.get_default_dtype()
     try:
@@ -100,14 +158,28 @@ def make_packs(case: Case, seed: int = 0) -> list[Pack]:
         lengths = document_lengths(shape.tokens, shape.document, host)
         starts = torch.cumsum(lengths, 0) - lengths
         positions = torch.arange(shape.tokens) - starts[document_ids(lengths, shape.tokens)]
-        packs.append(Pack(torch.randint(0, shape.vocab - 1, (shape.tokens,), generator=host),
-                          torch.rand(shape.tokens, generator=host) < shape.supervised, positions, lengths, number))
+        packs.append(
+            Pack(
+                torch.randint(0, shape.vocab - 1, (shape.tokens,), generator=host),
+                torch.rand(shape.tokens, generator=host) < shape.supervised,
+                positions,
+                lengths,
+                number,
+            )
+        )
     return packs
 
 
 def make_planner(case: Case) -> Planner:
-    return Planner(make_packs(case), seed=0, packs_per_step=case.packs_per_step, block_size=case.shape.block,
-                   max_anchors=case.shape.anchors, gamma=case.options.gamma, soft_labels=case.soft_labels)
+    return Planner(
+        make_packs(case),
+        seed=0,
+        packs_per_step=case.packs_per_step,
+        block_size=case.shape.block,
+        max_anchors=case.shape.anchors,
+        gamma=case.options.gamma,
+        soft_labels=case.soft_labels,
+    )
 
 
 def make_replica(case: Case, target: Target, device: torch.device) -> Replica:
@@ -115,23 +187,39 @@ def make_replica(case: Case, target: Target, device: torch.device) -> Replica:
     shape = replace(case.shape, captured=len(target.layer_ids))
     small = shape.config.parameter_count(shape.captured) < 50_000_000
     torch.manual_seed(1)
-    drafter = make_drafter(shape, (target.embed_weight, target.head_weight), torch.device("cpu") if small else device,
-                           case.dtype)
+    drafter = make_drafter(
+        shape, (target.embed_weight, target.head_weight), torch.device("cpu") if small else device, case.dtype
+    )
     if small:
         drafter = drafter.to(device)
     return Replica(drafter, case.options)
 
 
-def make_engine(case: Case, topology: Topology, steps: int, depth: int = 2, run: Run | None = None,
-                target: Target | None = None, replica: Replica | None = None, wrap=lambda source, worker: source
-                ) -> PipelineEngine:
+def make_engine(
+    case: Case,
+    topology: Topology,
+    steps: int,
+    depth: int = 2,
+    run: Run | None = None,
+    target: Target | None = None,
+    replica: Replica | None = None,
+    wrap=lambda source, worker: source,
+) -> PipelineEngine:
     """The threaded engine of a case; `wrap(source, worker)` may put something around a target's source."""
     target = target or make_target(case, topology.targets[0][0])
     replica = replica or make_replica(case, target, topology.drafters[0])
     targets = [target, *(copy_target(target, devices[0]) for devices in topology.targets[1:])]
     sources = [wrap(OnlineFeatures(t), i) for i, t in enumerate(targets)]
-    return PipelineEngine(make_replicas(replica, topology.drafters), sources, [d[0] for d in topology.targets],
-                          SharedPlanner(make_planner(case)), steps, queue_depth=depth, run=run, paired=topology.paired)
+    return PipelineEngine(
+        make_replicas(replica, topology.drafters),
+        sources,
+        [d[0] for d in topology.targets],
+        SharedPlanner(make_planner(case)),
+        steps,
+        queue_depth=depth,
+        run=run,
+        paired=topology.paired,
+    )
 
 
 def target_flops(case: Case, target: Target) -> float:

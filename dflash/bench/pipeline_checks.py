@@ -59,8 +59,9 @@ class StampReplica:
         self.device, self.width = device, width
         self.options = SimpleNamespace(soft_labels=True)
         self.drafter = SimpleNamespace(attention_backend="none")
-        self.optimizer = SimpleNamespace(masters=[torch.zeros(1000, device=device)],
-                                         gradients=[torch.zeros(1000, device=device)])
+        self.optimizer = SimpleNamespace(
+            masters=[torch.zeros(1000, device=device)], gradients=[torch.zeros(1000, device=device)]
+        )
         self.seen = 0
 
     def accumulate(self, item: WorkItem, features: Features, denominator: float) -> Tensor:
@@ -89,8 +90,17 @@ class StampPlanner:
 
     def step(self, step: int) -> StepPlan:
         first = (step - 1) * self.per_step
-        items = [WorkItem(i, 0, SimpleNamespace(pack_id=i, input_ids=self.tokens, lengths=torch.tensor([len(self.tokens)])),
-                          None, 1.0, 1) for i in range(first, first + self.per_step)]
+        items = [
+            WorkItem(
+                i,
+                0,
+                SimpleNamespace(pack_id=i, input_ids=self.tokens, lengths=torch.tensor([len(self.tokens)])),
+                None,
+                1.0,
+                1,
+            )
+            for i in range(first, first + self.per_step)
+        ]
         return StepPlan(step, tuple(items), 1.0)
 
 
@@ -99,8 +109,14 @@ def check_stamps(topology: Topology, packs: int, depth: int, tokens: int = 1024,
     drafters = len(topology.drafters)
     steps = -(-packs // drafters)
     engine = PipelineEngine(
-        [StampReplica(d, width) for d in topology.drafters], [StampSource(t[0], width) for t in topology.targets],
-        [t[0] for t in topology.targets], StampPlanner(drafters, tokens), steps, queue_depth=depth, paired=topology.paired)
+        [StampReplica(d, width) for d in topology.drafters],
+        [StampSource(t[0], width) for t in topology.targets],
+        [t[0] for t in topology.targets],
+        StampPlanner(drafters, tokens),
+        steps,
+        queue_depth=depth,
+        paired=topology.paired,
+    )
     began, wrong, wrong_sums = time.perf_counter(), [], []
     try:
         engine.start(1)
@@ -112,9 +128,16 @@ def check_stamps(topology: Topology, packs: int, depth: int, tokens: int = 1024,
     finally:
         engine.close()
     crossed = sum(replica.seen for replica in engine.replicas)
-    return {"ok": mismatches == 0 and sums == 0 and crossed == steps * drafters, "packs": crossed, "depth": depth,
-            "mismatched_elements": mismatches, "wrong_gradient_sums": sums, "seconds": time.perf_counter() - began,
-            "reduction": engine.reduce.how, "elements_a_pack": tokens * (width + width // 3)}
+    return {
+        "ok": mismatches == 0 and sums == 0 and crossed == steps * drafters,
+        "packs": crossed,
+        "depth": depth,
+        "mismatched_elements": mismatches,
+        "wrong_gradient_sums": sums,
+        "seconds": time.perf_counter() - began,
+        "reduction": engine.reduce.how,
+        "elements_a_pack": tokens * (width + width // 3),
+    }
 
 
 def serial_run(case: Case, topology: Topology, steps: int) -> tuple[list[float], Tensor]:
@@ -138,25 +161,48 @@ def check_equal(case: Case, topology: Topology, steps: int = 20, tolerance: floa
     moved = float((final - start).norm())
     worst = max(abs(a - b) / abs(a) for a, b in zip(wanted, got, strict=True))
     noise = max(abs(a - b) / abs(a) for a, b in zip(wanted, again, strict=True))
-    return {"ok": worst <= tolerance and wanted[-1] < wanted[0] and result["finite"], "loss_first": wanted[0],
-            "loss_last": wanted[-1], "pipeline_loss_last": got[-1], "worst_relative_difference": worst,
-            "serial_against_itself": noise, "weights_part": float((weights - final).norm()) / moved,
-            "weights_part_serial": float((final_again - final).norm()) / moved,
-            "reduction": engine.reduce.how, "step_seconds": result["step_seconds"]}
+    return {
+        "ok": worst <= tolerance and wanted[-1] < wanted[0] and result["finite"],
+        "loss_first": wanted[0],
+        "loss_last": wanted[-1],
+        "pipeline_loss_last": got[-1],
+        "worst_relative_difference": worst,
+        "serial_against_itself": noise,
+        "weights_part": float((weights - final).norm()) / moved,
+        "weights_part_serial": float((final_again - final).norm()) / moved,
+        "reduction": engine.reduce.how,
+        "step_seconds": result["step_seconds"],
+    }
 
 
 def run_torchrun(case: Case, topology: Topology, steps: int, depth: int = 2, timeout: float = 120.0, **job) -> dict:
     """The same job under torchrun: exit code, seconds, output, and what rank 0 saved (`result`, None when it failed)."""
     with tempfile.TemporaryDirectory() as folder:
         out, path = Path(folder) / "result.pt", Path(folder) / "job.pickle"
-        path.write_bytes(pickle.dumps({"case": case, "topology": topology, "steps": steps, "depth": depth,
-                                       "out": str(out), "timeout": timeout, **job}))
+        path.write_bytes(
+            pickle.dumps(
+                {
+                    "case": case,
+                    "topology": topology,
+                    "steps": steps,
+                    "depth": depth,
+                    "out": str(out),
+                    "timeout": timeout,
+                    **job,
+                }
+            )
+        )
         command = torchrun_command(workers(topology), ["-m", "dflash.bench.pipeline_rank", str(path)])
         began = time.monotonic()
-        done = subprocess.run(command, env=child_environment(), timeout=timeout, text=True, stdout=subprocess.PIPE,
-                              stderr=subprocess.STDOUT)
-        return {"code": done.returncode, "seconds": time.monotonic() - began, "output": done.stdout,
-                "result": torch.load(out) if out.exists() else None}
+        done = subprocess.run(
+            command, env=child_environment(), timeout=timeout, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+        return {
+            "code": done.returncode,
+            "seconds": time.monotonic() - began,
+            "output": done.stdout,
+            "result": torch.load(out) if out.exists() else None,
+        }
 
 
 def check_torchrun(case: Case, topology: Topology, steps: int = 20, tolerance: float = 0.02, sharded: bool = False) -> dict:
@@ -169,10 +215,17 @@ def check_torchrun(case: Case, topology: Topology, steps: int = 20, tolerance: f
     worst = max(abs(a - b) / abs(a) for a, b in zip(wanted, got, strict=True))
     shards = len(topology.drafters) if sharded else 1
     held = ran["result"]["held"] / final.numel()  # of the masters, by rank 0
-    return {"ok": worst <= tolerance and ran["code"] == 0 and abs(held * shards - 1) < 0.05, "held": held,
-            "peak_bytes": ran["result"].get("peak"), "worst_relative_difference": worst, "loss_last": wanted[-1],
-            "torchrun_loss_last": got[-1], "step_seconds": ran["result"]["step_seconds"], "seconds": ran["seconds"],
-            "weights_part": float((ran["result"]["weights"] - final).norm() / final.norm())}
+    return {
+        "ok": worst <= tolerance and ran["code"] == 0 and abs(held * shards - 1) < 0.05,
+        "held": held,
+        "peak_bytes": ran["result"].get("peak"),
+        "worst_relative_difference": worst,
+        "loss_last": wanted[-1],
+        "torchrun_loss_last": got[-1],
+        "step_seconds": ran["result"]["step_seconds"],
+        "seconds": ran["seconds"],
+        "weights_part": float((ran["result"]["weights"] - final).norm() / final.norm()),
+    }
 
 
 def check_spread(case: Case, topology: Topology, steps: int = 10, tolerance: float = 0.02) -> dict:
@@ -186,9 +239,12 @@ def check_spread(case: Case, topology: Topology, steps: int = 10, tolerance: flo
     whole = [OnlineFeatures(target).get(pack).to("cpu") for pack in packs]
     target.model.to("cpu")
     shard_target(target, devices)
-    pairs = [pair for one, pack in zip(whole, packs, strict=True) for two in (OnlineFeatures(target).get(pack).to("cpu"),)
-             for pair in ((one.all_hidden_states, two.all_hidden_states), (one.verifier_last_hidden,
-                                                                           two.verifier_last_hidden))]
+    pairs = [
+        pair
+        for one, pack in zip(whole, packs, strict=True)
+        for two in (OnlineFeatures(target).get(pack).to("cpu"),)
+        for pair in ((one.all_hidden_states, two.all_hidden_states), (one.verifier_last_hidden, two.verifier_last_hidden))
+    ]
     wrong = sum(int((a != b).sum()) for a, b in pairs)
     worst = max(float((a.float() - b.float()).norm() / a.float().norm()) for a, b in pairs)
     engine = make_engine(case, topology, steps, target=target)
@@ -197,10 +253,16 @@ def check_spread(case: Case, topology: Topology, steps: int = 10, tolerance: flo
     held: dict[str, int] = {}
     for weight in target.model.parameters():
         held[str(weight.device)] = held.get(str(weight.device), 0) + weight.nbytes
-    return {"ok": worst <= tolerance and losses <= tolerance and len(held) == len(set(devices)) and result["finite"],
-            "mismatched_elements": wrong, "elements": sum(a.numel() for a, _ in pairs), "worst_features": worst,
-            "worst_relative_difference": losses, "weight_bytes": held, "tokens_per_second": result["tokens_per_second"],
-            "weights_part": float((weights_of(engine.replica) - final).norm() / final.norm())}
+    return {
+        "ok": worst <= tolerance and losses <= tolerance and len(held) == len(set(devices)) and result["finite"],
+        "mismatched_elements": wrong,
+        "elements": sum(a.numel() for a, _ in pairs),
+        "worst_features": worst,
+        "worst_relative_difference": losses,
+        "weight_bytes": held,
+        "tokens_per_second": result["tokens_per_second"],
+        "weights_part": float((weights_of(engine.replica) - final).norm() / final.norm()),
+    }
 
 
 def check_memory(case: Case, topology: Topology, steps: int = 200, every: int = 10) -> dict:
@@ -217,8 +279,14 @@ def check_memory(case: Case, topology: Topology, steps: int = 200, every: int = 
             values = [sample[device][what] for sample in result["samples"]]
             moved[f"{device} {what}"] = max(values) / min(values) - 1
             shown[f"{device} {what}"] = max(values)
-    return {"ok": max(moved.values()) <= 0.02, "steps": steps, "moved": moved, "bytes": shown,
-            "tokens_per_second": result["tokens_per_second"], "workers": result["workers"]}
+    return {
+        "ok": max(moved.values()) <= 0.02,
+        "steps": steps,
+        "moved": moved,
+        "bytes": shown,
+        "tokens_per_second": result["tokens_per_second"],
+        "workers": result["workers"],
+    }
 
 
 def check_failure(case: Case, topology: Topology) -> dict:
@@ -256,7 +324,9 @@ def check_failure(case: Case, topology: Topology) -> dict:
                 torch.cuda.empty_cache()
     left = {d: m["allocated"] for d, m in memory_now(topology.devices).items()}
     freed = all(value < 128 << 20 for d, value in left.items() if d != "cpu")
-    return {"ok": seconds is not None and seconds < 10 and "get" in names and freed, "seconds": seconds,
-            "left_allocated": left, "frames": names[-4:]}
-
-
+    return {
+        "ok": seconds is not None and seconds < 10 and "get" in names and freed,
+        "seconds": seconds,
+        "left_allocated": left,
+        "frames": names[-4:],
+    }

@@ -37,8 +37,16 @@ def work(cluster: Cluster, job: dict) -> None:
     replica = make_replica(case, target, cluster.device)
     if job.get("sharded"):
         replica = ShardedReplica(replica.drafter, case.options, cluster)
-    engine = make_engine(cluster, replica, planner, 1, steps, queue_depth=job["depth"],
-                         packs_per_step=case.packs_per_step, source=source if cluster.roles.paired else None)
+    engine = make_engine(
+        cluster,
+        replica,
+        planner,
+        1,
+        steps,
+        queue_depth=job["depth"],
+        packs_per_step=case.packs_per_step,
+        source=source if cluster.roles.paired else None,
+    )
     planner = engine.planner
     with protected(engine.warmup_jobs(planner.step(1))):
         engine.start(1)
@@ -54,9 +62,16 @@ def work(cluster: Cluster, job: dict) -> None:
             weights = torch.cat([p.detach().float().flatten().cpu() for p in drafter.parameters()])
         engine.finish()
     masters = engine.replica.optimizer.masters
-    torch.save({"losses": losses, "weights": weights if job.get("sharded") else weights_of(engine.replica),
-                "held": sum(m.numel() for m in masters), "peak": peak,
-                "step_seconds": clock.seconds(job["depth"] + 2)}, job["out"])
+    torch.save(
+        {
+            "losses": losses,
+            "weights": weights if job.get("sharded") else weights_of(engine.replica),
+            "held": sum(m.numel() for m in masters),
+            "peak": peak,
+            "step_seconds": clock.seconds(job["depth"] + 2),
+        },
+        job["out"],
+    )
 
 
 def _failing(get, item: int):
@@ -80,4 +95,3 @@ def main(path: str) -> int:
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1]))
-

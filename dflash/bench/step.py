@@ -19,8 +19,10 @@ from dflash.errors import ConfigError
 from dflash.train.optimizer import MasterAdamW
 
 GAMMA = 10.0
-SMALLER = ("--tokens 512 --anchors 64 --block 4 --hidden 576 --layers 2 --heads 9 --kv-heads 3 --head-dim 64 "
-           "--intermediate 1536 --vocab 49152")  # a step of a second on a CPU
+SMALLER = (
+    "--tokens 512 --anchors 64 --block 4 --hidden 576 --layers 2 --heads 9 --kv-heads 3 --head-dim 64 "
+    "--intermediate 1536 --vocab 49152"
+)  # a step of a second on a CPU
 
 
 def step_call(
@@ -46,17 +48,24 @@ def make_optimizer(drafter: DFlashDrafter) -> MasterAdamW:
     return MasterAdamW(drafter.parameters(), betas=(0.9, 0.95), weight_decay=0.01, max_grad_norm=1.0)
 
 
-def report(name: str, shape: StepShape, soft: bool, call: Callable, device: torch.device, ceiling: float,
-           warmup: int, repeats: int) -> dict:
+def report(
+    name: str, shape: StepShape, soft: bool, call: Callable, device: torch.device, ceiling: float, warmup: int, repeats: int
+) -> dict:
     """Measure one version of the step."""
     loss = float(call())
     timing = measure(call, device, warmup, repeats)
     flops = matmul_flops(shape, soft)
     return {
-        "name": name, "anchors": shape.anchors, "block": shape.block, "labels": "soft" if soft else "hard",
+        "name": name,
+        "anchors": shape.anchors,
+        "block": shape.block,
+        "labels": "soft" if soft else "hard",
         "loss": loss,
-        "tokens_per_second": shape.tokens / timing.median, **timing_fields(timing), "matmul_flops": flops,
-        "matmul_flops_per_second": flops / timing.median, "mfu": flops / timing.median / ceiling,
+        "tokens_per_second": shape.tokens / timing.median,
+        **timing_fields(timing),
+        "matmul_flops": flops,
+        "matmul_flops_per_second": flops / timing.median,
+        "mfu": flops / timing.median / ceiling,
     }
 
 
@@ -77,8 +86,16 @@ def run(args: argparse.Namespace) -> int:
     common = (device, ceiling, args.warmup, args.repeats)
 
     def ours(name: str, **options) -> None:
-        drafter = make_drafter(shape, head, device, dtype, attention_backend=args.attention,
-                               loss_chunk_rows=args.chunk_rows, head_precision=args.head_precision, **options)
+        drafter = make_drafter(
+            shape,
+            head,
+            device,
+            dtype,
+            attention_backend=args.attention,
+            loss_chunk_rows=args.chunk_rows,
+            head_precision=args.head_precision,
+            **options,
+        )
         optimizer = make_optimizer(drafter) if args.optimizer else None
         name += " fp8 head" * (args.head_precision == "fp8")
         results.append(report(name, shape, soft, step_call(drafter, inputs, soft, optimizer), *common))
@@ -95,27 +112,42 @@ def run(args: argparse.Namespace) -> int:
     if args.peer:
         from dflash.bench.peer import peer_call
 
-        results.append(report(f"peer {args.peer}", shape, soft, peer_call(shape, inputs, head, device, dtype, soft),
-                              *common))
+        results.append(
+            report(f"peer {args.peer}", shape, soft, peer_call(shape, inputs, head, device, dtype, soft), *common)
+        )
         for result in results[:-1]:
             result["ratio_to_peer"] = result["tokens_per_second"] / results[-1]["tokens_per_second"]
     print_table(results, ceiling)
-    write_json(args.json, {"bench": "step", "shape": vars(shape), "dtype": args.dtype, "optimizer": args.optimizer,
-                           "head_precision": args.head_precision,
-                           "matmul_ceiling": ceiling, "environment": environment(device), "results": results})
+    write_json(
+        args.json,
+        {
+            "bench": "step",
+            "shape": vars(shape),
+            "dtype": args.dtype,
+            "optimizer": args.optimizer,
+            "head_precision": args.head_precision,
+            "matmul_ceiling": ceiling,
+            "environment": environment(device),
+            "results": results,
+        },
+    )
     return 0
 
 
 def print_table(results: list[dict], ceiling: float) -> None:
     print(f"matmul ceiling {ceiling / 1e12:.3g} TFLOP/s")
-    print(f"{'version':24} {'shape':>10} {'labels':>6} {'ms':>9} {'tokens/s':>9} {'peak GB':>8} {'TFLOP/s':>8} "
-          f"{'MFU':>5} {'loss':>8} {'x peer':>6}")
+    print(
+        f"{'version':24} {'shape':>10} {'labels':>6} {'ms':>9} {'tokens/s':>9} {'peak GB':>8} {'TFLOP/s':>8} "
+        f"{'MFU':>5} {'loss':>8} {'x peer':>6}"
+    )
     for r in results:
         peak = "-" if r["peak_bytes"] is None else f"{r['peak_bytes'] / 1e9:.1f}"
         ratio = f"{r['ratio_to_peer']:.2f}" if "ratio_to_peer" in r else ""
-        print(f"{r['name']:24} {r['anchors']:>5}x{r['block']:<4} {r['labels']:>6} {r['seconds_median'] * 1e3:>9.1f} "
-              f"{r['tokens_per_second']:>9.0f} {peak:>8} {r['matmul_flops_per_second'] / 1e12:>8.3g} {r['mfu']:>5.2f} "
-              f"{r['loss']:>8.4f} {ratio:>6}")
+        print(
+            f"{r['name']:24} {r['anchors']:>5}x{r['block']:<4} {r['labels']:>6} {r['seconds_median'] * 1e3:>9.1f} "
+            f"{r['tokens_per_second']:>9.0f} {peak:>8} {r['matmul_flops_per_second'] / 1e12:>8.3g} {r['mfu']:>5.2f} "
+            f"{r['loss']:>8.4f} {ratio:>6}"
+        )
 
 
 def add_shape_arguments(parser: argparse.ArgumentParser) -> None:
@@ -138,12 +170,20 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--labels", default="soft", choices=["soft", "hard"])
-    parser.add_argument("--path", default="auto", choices=["auto", "fast", "plain", "both"],
-                        help="over the Triton kernels, over plain modules, or both in turn")
+    parser.add_argument(
+        "--path",
+        default="auto",
+        choices=["auto", "fast", "plain", "both"],
+        help="over the Triton kernels, over plain modules, or both in turn",
+    )
     parser.add_argument("--attention", default=None, help="attention backend; the device's default")
     parser.add_argument("--chunk-rows", type=whole(), default=None, help="rows of logits alive at once")
-    parser.add_argument("--head-precision", default="same", choices=PRECISIONS,
-                        help="logits in the drafter's dtype, or through a quantized copy of the frozen head")
+    parser.add_argument(
+        "--head-precision",
+        default="same",
+        choices=PRECISIONS,
+        help="logits in the drafter's dtype, or through a quantized copy of the frozen head",
+    )
     parser.add_argument("--optimizer", action="store_true", help="include AdamW over float32 masters")
     parser.add_argument("--peer", choices=["speculators"], help="time an installed peer on the same tensors")
     add_timing_arguments(parser, warmup=2, repeats=5)

@@ -65,18 +65,34 @@ class TargetShape:
 
 
 PACK = ("tokens", "document")  # the options that a loaded target leaves open
-CONFIG_NAMES = {"intermediate": "intermediate_size", "heads": "num_attention_heads", "kv_heads": "num_key_value_heads",
-                "head_dim": "head_dim", "linear_key_heads": "linear_num_key_heads",
-                "linear_value_heads": "linear_num_value_heads", "linear_head_dim": "linear_key_head_dim"}
-SMALLER = ("--tokens 512 --hidden 256 --intermediate 768 --heads 4 --kv-heads 2 --head-dim 64 --linear-key-heads 2 "
-           "--linear-value-heads 4 --linear-head-dim 64 --vocab 8192")  # a capture of a second on a CPU
+CONFIG_NAMES = {
+    "intermediate": "intermediate_size",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "linear_key_heads": "linear_num_key_heads",
+    "linear_value_heads": "linear_num_value_heads",
+    "linear_head_dim": "linear_key_head_dim",
+}
+SMALLER = (
+    "--tokens 512 --hidden 256 --intermediate 768 --heads 4 --kv-heads 2 --head-dim 64 --linear-key-heads 2 "
+    "--linear-value-heads 4 --linear-head-dim 64 --vocab 8192"
+)  # a capture of a second on a CPU
 
 
 def loaded_shape(target: Target, pack: TargetShape) -> TargetShape:
     """The sizes of a loaded target, whole, with the tokens and documents of `pack`."""
     sizes = {name: getattr(target.config, key, None) for name, key in CONFIG_NAMES.items()}
-    return TargetShape(pack.tokens, pack.document, target.num_layers, target.num_layers, len(target.layer_ids),
-                       target.hidden_size, vocab=target.embed_weight.shape[0], **sizes)
+    return TargetShape(
+        pack.tokens,
+        pack.document,
+        target.num_layers,
+        target.num_layers,
+        len(target.layer_ids),
+        target.hidden_size,
+        vocab=target.embed_weight.shape[0],
+        **sizes,
+    )
 
 
 def make_target(shape: TargetShape, device: torch.device, dtype: torch.dtype) -> Target:
@@ -87,11 +103,18 @@ def make_target(shape: TargetShape, device: torch.device, dtype: torch.dtype) ->
     except ImportError as error:
         raise ConfigError(f"this transformers has no Qwen3.5 model ({error}); install transformers>=5.2") from error
     config = Qwen3_5TextConfig(
-        vocab_size=shape.vocab, hidden_size=shape.hidden, intermediate_size=shape.intermediate,
-        num_hidden_layers=shape.layers, num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_dim, linear_num_key_heads=shape.linear_key_heads,
-        linear_num_value_heads=shape.linear_value_heads, linear_key_head_dim=shape.linear_head_dim,
-        linear_value_head_dim=shape.linear_head_dim, tie_word_embeddings=True,
+        vocab_size=shape.vocab,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        linear_num_key_heads=shape.linear_key_heads,
+        linear_num_value_heads=shape.linear_value_heads,
+        linear_key_head_dim=shape.linear_head_dim,
+        linear_value_head_dim=shape.linear_head_dim,
+        tie_word_embeddings=True,
     )
     config._attn_implementation = "sdpa"
     before = torch.get_default_dtype()
@@ -113,8 +136,15 @@ def capture_call(target: Target, shape: TargetShape, last_hidden: bool = True) -
     return lambda: target.capture(ids, document_lengths(shape.tokens, shape.document, host), last_hidden=last_hidden)
 
 
-def report(name: str, target: Target, shape: TargetShape, ceiling: float, warmup: int, repeats: int,
-           flops_per_token: float | None = None) -> dict:
+def report(
+    name: str,
+    target: Target,
+    shape: TargetShape,
+    ceiling: float,
+    warmup: int,
+    repeats: int,
+    flops_per_token: float | None = None,
+) -> dict:
     """Measure `target.capture`, soft labels' last state included; `flops_per_token` is the shape's unless given.
 
     `host_seconds` is what the call took before it returned: on a GPU the time to launch it, on a CPU all of it.
@@ -124,8 +154,12 @@ def report(name: str, target: Target, shape: TargetShape, ceiling: float, warmup
     rate = shape.tokens / timing.median
     flops = (shape.flops_per_token if flops_per_token is None else flops_per_token) * rate
     return {
-        "name": name, "tokens_per_second": rate * shape.layers / shape.depth, **timing_fields(timing),
-        "host_seconds": _host_seconds(call, target.device, timing), "matmul_flops_per_second": flops, "mfu": flops / ceiling,
+        "name": name,
+        "tokens_per_second": rate * shape.layers / shape.depth,
+        **timing_fields(timing),
+        "host_seconds": _host_seconds(call, target.device, timing),
+        "matmul_flops_per_second": flops,
+        "mfu": flops / ceiling,
     }
 
 
@@ -144,9 +178,26 @@ def _host_seconds(call: Callable[[], object], device: torch.device, timing: Timi
 
 def variants(device: torch.device, dtype: torch.dtype, tiny: bool = False) -> list[tuple[str, Callable[[], dict]]]:
     """What the GPU experiment times: plain, then fast with its difference to plain."""
-    shape = TargetShape(tokens=96, document=30, layers=4, depth=8, captured=2, hidden=64, intermediate=96, heads=4,
-                        kv_heads=2, head_dim=64, linear_key_heads=2, linear_value_heads=4, linear_head_dim=16,
-                        vocab=300) if tiny else TargetShape()
+    shape = (
+        TargetShape(
+            tokens=96,
+            document=30,
+            layers=4,
+            depth=8,
+            captured=2,
+            hidden=64,
+            intermediate=96,
+            heads=4,
+            kv_heads=2,
+            head_dim=64,
+            linear_key_heads=2,
+            linear_value_heads=4,
+            linear_head_dim=16,
+            vocab=300,
+        )
+        if tiny
+        else TargetShape()
+    )
     made: dict = {}
 
     def target() -> Target:
@@ -207,16 +258,21 @@ def shape_asked(args: argparse.Namespace) -> TargetShape:
     if "captured" not in given:
         shape = replace(shape, captured=min(shape.captured, below))
     if shape.captured > below:
-        raise ConfigError(f"--captured must be at most {below}, the layers below the last of --layers {shape.layers}; got "
-                          f"{shape.captured}; give fewer, or --layers {shape.captured + 1}")
+        raise ConfigError(
+            f"--captured must be at most {below}, the layers below the last of --layers {shape.layers}; got "
+            f"{shape.captured}; give fewer, or --layers {shape.captured + 1}"
+        )
     if shape.depth < shape.layers:
-        raise ConfigError(f"--depth, the layers of the whole model, must be at least --layers ({shape.layers}), those that "
-                          f"are built; got {shape.depth}")
+        raise ConfigError(
+            f"--depth, the layers of the whole model, must be at least --layers ({shape.layers}), those that "
+            f"are built; got {shape.depth}"
+        )
     for name, group_name in (("heads", "kv_heads"), ("linear_value_heads", "linear_key_heads")):
         count, group = getattr(shape, name), getattr(shape, group_name)
         if count % group:
-            raise ConfigError(f"{_option(name)} ({count}) must be a multiple of the key heads, {_option(group_name)} "
-                              f"({group})")
+            raise ConfigError(
+                f"{_option(name)} ({count}) must be a multiple of the key heads, {_option(group_name)} ({group})"
+            )
     return shape
 
 
@@ -230,24 +286,41 @@ def run(args: argparse.Namespace) -> int:
     if args.model:
         target = load_target(args.model, device, dtype, fast=False)
         shape = loaded_shape(target, shape)
-    flops = shape.flops_per_token if target is None else 2.0 * sum(
-        p.numel() for p in target.decoder.layers.parameters() if p.dim() > 1)
+    flops = (
+        shape.flops_per_token
+        if target is None
+        else 2.0 * sum(p.numel() for p in target.decoder.layers.parameters() if p.dim() > 1)
+    )
     ceiling, calls = matmul_ceiling(device, dtype), args.warmup + args.repeats
     refuse_hours(lambda: calls * flops * shape.tokens / ceiling, device, "--tokens 1024" if target else SMALLER)
     target = target or make_target(shape, device, dtype)
     results = _measured(target, shape, ceiling, args, flops)
     print(target.describe())
     kernels = fast_target.has_recurrence_kernels(target)
-    print(f"{shape.layers} of {shape.depth} layers, scaled; flash-linear-attention {'in use' if kernels else 'not in use'}; "
-          f"ceiling {ceiling / 1e12:.3g} TFLOP/s")
+    print(
+        f"{shape.layers} of {shape.depth} layers, scaled; flash-linear-attention {'in use' if kernels else 'not in use'}; "
+        f"ceiling {ceiling / 1e12:.3g} TFLOP/s"
+    )
     print(f"{'path':8} {'tokens/s':>9} {'ms':>8} {'host ms':>8} {'TFLOP/s':>8} {'MFU':>5} {'peak GB':>8}")
     for r in results:
         peak = "-" if r["peak_bytes"] is None else f"{r['peak_bytes'] / 1e9:.1f}"
-        print(f"{r['name']:8} {r['tokens_per_second']:>9.0f} {r['seconds_median'] * 1e3:>8.1f} "
-              f"{r['host_seconds'] * 1e3:>8.1f} {r['matmul_flops_per_second'] / 1e12:>8.3g} {r['mfu']:>5.2f} {peak:>8}")
-    write_json(args.json, {"bench": "target", "model": args.model, "shape": vars(shape), "dtype": args.dtype,
-                           "matmul_ceiling": ceiling, "flash_linear_attention": kernels,
-                           "environment": environment(device), "results": results})
+        print(
+            f"{r['name']:8} {r['tokens_per_second']:>9.0f} {r['seconds_median'] * 1e3:>8.1f} "
+            f"{r['host_seconds'] * 1e3:>8.1f} {r['matmul_flops_per_second'] / 1e12:>8.3g} {r['mfu']:>5.2f} {peak:>8}"
+        )
+    write_json(
+        args.json,
+        {
+            "bench": "target",
+            "model": args.model,
+            "shape": vars(shape),
+            "dtype": args.dtype,
+            "matmul_ceiling": ceiling,
+            "flash_linear_attention": kernels,
+            "environment": environment(device),
+            "results": results,
+        },
+    )
     return 0
 
 
@@ -255,8 +328,11 @@ def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser = subparsers.add_parser("target", help="a target's feature capture, plain and fast")
     parser.add_argument("--model", help="a target to load (smollm2, a folder, random:tiny) instead of the Qwen3.6 shape")
     for field in fields(TargetShape):
-        parser.add_argument(_option(field.name), type=whole(), help=f"{field.default} where no --model is given"
-                            if field.name not in PACK else f"default {field.default}")
+        parser.add_argument(
+            _option(field.name),
+            type=whole(),
+            help=f"{field.default} where no --model is given" if field.name not in PACK else f"default {field.default}",
+        )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     add_timing_arguments(parser, warmup=2, repeats=5)

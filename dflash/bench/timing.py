@@ -19,6 +19,7 @@ from dflash.errors import ConfigError
 
 LONGEST = 300.0  # seconds that a measurement may take a CPU at the least
 
+
 @dataclass(frozen=True)
 class Timing:
     """Seconds per call over the repeats; bytes allocated before the calls and at most during them (None on CPU)."""
@@ -65,8 +66,9 @@ def measure(call: Callable[[], object], device: torch.device, warmup: int = 2, r
         event.record()
     synchronize(device)
     seconds = [a.elapsed_time(b) / 1e3 for a, b in zip(events, events[1:], strict=False)]
-    return Timing(statistics.median(seconds), min(seconds), max(seconds), repeats, base,
-                  torch.cuda.max_memory_allocated(device))
+    return Timing(
+        statistics.median(seconds), min(seconds), max(seconds), repeats, base, torch.cuda.max_memory_allocated(device)
+    )
 
 
 class StepClock:
@@ -122,8 +124,10 @@ def refuse_hours(seconds: Callable[[], float], device: torch.device, smaller: st
         return
     least = seconds()
     if least > LONGEST:
-        raise ConfigError(f"measuring this shape, all calls together, would take {device} at least {least / 60:,.0f} "
-                          f"minutes; give a smaller one, for instance {smaller}")
+        raise ConfigError(
+            f"measuring this shape, all calls together, would take {device} at least {least / 60:,.0f} "
+            f"minutes; give a smaller one, for instance {smaller}"
+        )
 
 
 def environment(device: torch.device) -> dict:

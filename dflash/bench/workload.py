@@ -33,8 +33,12 @@ class StepShape:
     @property
     def config(self) -> DrafterConfig:
         return create_drafter_config(
-            num_draft_layers=self.layers, hidden_size=self.hidden, num_attention_heads=self.heads,
-            num_key_value_heads=self.kv_heads, head_dim=self.head_dim, intermediate_size=self.intermediate,
+            num_draft_layers=self.layers,
+            hidden_size=self.hidden,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            intermediate_size=self.intermediate,
             vocab_size=self.vocab,
         )
 
@@ -78,9 +82,13 @@ def make_inputs(shape: StepShape, device: torch.device, dtype: torch.dtype, seed
         return torch.randn(1, shape.tokens, width, generator=generator, device=device, dtype=dtype)
 
     return StepInputs(
-        features(shape.captured * shape.hidden), features(shape.hidden),
-        torch.randint(0, shape.vocab - 1, (1, shape.tokens), generator=host).to(device), loss_mask[None], lengths,
-        positions[None].to(device), sample_anchors(loss_mask, lengths, shape.block, shape.anchors, host),
+        features(shape.captured * shape.hidden),
+        features(shape.hidden),
+        torch.randint(0, shape.vocab - 1, (1, shape.tokens), generator=host).to(device),
+        loss_mask[None],
+        lengths,
+        positions[None].to(device),
+        sample_anchors(loss_mask, lengths, shape.block, shape.anchors, host),
     )
 
 
@@ -88,8 +96,7 @@ def make_head(shape: StepShape, device: torch.device, dtype: torch.dtype, seed: 
     """Embedding and head of a target, [V, H] each, with logits of a spread like a trained model's."""
     generator = torch.Generator(device).manual_seed(seed)
     return tuple(
-        torch.randn(shape.vocab, shape.hidden, generator=generator, device=device, dtype=dtype).mul_(0.02)
-        for _ in range(2)
+        torch.randn(shape.vocab, shape.hidden, generator=generator, device=device, dtype=dtype).mul_(0.02) for _ in range(2)
     )
 
 

@@ -8,5 +8,10 @@ from typing import Any
 
 def command(subparsers: Any, name: str, help: str, example: str, text: str = "") -> argparse.ArgumentParser:
     """A command's parser, with an example under its options. `text` may say more than `help`, which is one line."""
-    return subparsers.add_parser(name, help=help, description=text or help[0].upper() + help[1:] + ".",
-                                 epilog=f"example:\n  {example}", formatter_class=argparse.RawDescriptionHelpFormatter)
+    return subparsers.add_parser(
+        name,
+        help=help,
+        description=text or help[0].upper() + help[1:] + ".",
+        epilog=f"example:\n  {example}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )

@@ -12,8 +12,12 @@ def add_parser(subparsers: Any) -> None:
     """Register `bench` and, under it, every bench."""
     from dflash.bench import BENCHES
 
-    parser = command(subparsers, "bench", "measure a drafter step, the attention, a target's capture, the pipeline",
-                     "dflash bench step --tokens 1024 --anchors 64 --block-size 8")
+    parser = command(
+        subparsers,
+        "bench",
+        "measure a drafter step, the attention, a target's capture, the pipeline",
+        "dflash bench step --tokens 1024 --anchors 64 --block-size 8",
+    )
     benches = parser.add_subparsers(dest="bench", required=True, metavar="what")
     for module in BENCHES.values():
         importlib.import_module(module).add_parser(benches)

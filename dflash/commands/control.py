@@ -12,8 +12,12 @@ ACTIONS = ("pause", "resume", "checkpoint", "evaluate", "stop")
 
 
 def add_parser(subparsers: Any) -> None:
-    parser = command(subparsers, "control", "pause, resume, stop, checkpoint or evaluate a running run",
-                     "dflash control runs/night checkpoint")
+    parser = command(
+        subparsers,
+        "control",
+        "pause, resume, stop, checkpoint or evaluate a running run",
+        "dflash control runs/night checkpoint",
+    )
     parser.add_argument("folder", help="the run folder, for example runs/20260101-120000")
     parser.add_argument("action", choices=ACTIONS)
     parser.set_defaults(run=main)

@@ -10,8 +10,9 @@ from dflash.commands import command
 
 
 def add_parser(subparsers: Any) -> None:
-    parser = command(subparsers, "doctor", "say what this machine is, and whether a threaded run is safe on it",
-                     "dflash doctor --quick")
+    parser = command(
+        subparsers, "doctor", "say what this machine is, and whether a threaded run is safe on it", "dflash doctor --quick"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--quick", action="store_true", help="probe without generating kernels (faster, same races)")
     parser.set_defaults(run=main)

@@ -10,8 +10,12 @@ from dflash.commands import command
 
 
 def add_parser(subparsers: Any) -> None:
-    p = command(subparsers, "evaluate", "acceptance length, exactness and speed of a trained drafter",
-                "dflash evaluate --run runs/night --limit 24")
+    p = command(
+        subparsers,
+        "evaluate",
+        "acceptance length, exactness and speed of a trained drafter",
+        "dflash evaluate --run runs/night --limit 24",
+    )
     p.add_argument("--run", dest="run_folder", metavar="FOLDER", help="run folder or id: newest checkpoint, held-out text")
     p.add_argument("--drafter", metavar="FOLDER", help="drafter folder (checkpoint, z-lab or speculators layout)")
     p.add_argument("--target", help="target; default: the one the drafter was trained for")
@@ -20,8 +24,7 @@ def add_parser(subparsers: Any) -> None:
     p.add_argument("--limit", type=int, default=16, help="prompts to decode (16)")
     p.add_argument("--max-new-tokens", type=int, default=128, help="(128)")
     sampling = p.add_mutually_exclusive_group()
-    sampling.add_argument("--greedy", dest="temperature", action="store_const", const=0.0, default=0.0,
-                          help="the default")
+    sampling.add_argument("--greedy", dest="temperature", action="store_const", const=0.0, default=0.0, help="the default")
     sampling.add_argument("--temperature", type=float, default=0.0, help="above 0: sample")
     p.add_argument("--thinking", choices=("auto", "on", "off"), default="auto", help="enable_thinking of the template")
     p.add_argument("--device", default="auto")
@@ -41,8 +44,22 @@ def main(args: argparse.Namespace) -> int:
     from dflash.views.evaluation import write_plots
 
     options = EvaluateOptions(
-        args.run_folder, args.drafter, args.target, args.prompts, args.data, args.limit, args.max_new_tokens,
-        args.temperature, args.thinking, args.device, args.dtype, args.seed, args.compare, args.max_draft, args.parity)
+        args.run_folder,
+        args.drafter,
+        args.target,
+        args.prompts,
+        args.data,
+        args.limit,
+        args.max_new_tokens,
+        args.temperature,
+        args.thinking,
+        args.device,
+        args.dtype,
+        args.seed,
+        args.compare,
+        args.max_draft,
+        args.parity,
+    )
     out = args.json or (run_folder(options.run) / "evaluation.json" if options.run else None)
     if out:
         Path(out).parent.mkdir(parents=True, exist_ok=True)  # now, not after the work

@@ -13,8 +13,12 @@ FORMATS = ("zlab", "speculators", "dflash")
 
 
 def add_parser(subparsers: Any) -> None:
-    p = command(subparsers, "export", "write a drafter in the z-lab or speculators layout, or read one",
-                "dflash export --run runs/night --format zlab --out drafter")
+    p = command(
+        subparsers,
+        "export",
+        "write a drafter in the z-lab or speculators layout, or read one",
+        "dflash export --run runs/night --format zlab --out drafter",
+    )
     p.add_argument("--run", dest="run_folder", metavar="FOLDER", help="run folder or id; its newest checkpoint is exported")
     p.add_argument("--drafter", metavar="FOLDER", help="drafter folder of any layout")
     p.add_argument("--format", choices=FORMATS, required=True, help="dflash: a checkpoint of this package")
@@ -55,8 +59,16 @@ def main(args: argparse.Namespace) -> int:
         architectures = config.architectures or [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
     if args.format == "speculators" and draft_vocabulary(drafter) is not None:
         head = target_head(name)
-    remarks = export_drafter(drafter, args.out, args.format, name or "unknown", num_target_layers=layers,
-                             architectures=architectures, head=head, verifier=args.verifier)
+    remarks = export_drafter(
+        drafter,
+        args.out,
+        args.format,
+        name or "unknown",
+        num_target_layers=layers,
+        architectures=architectures,
+        head=head,
+        verifier=args.verifier,
+    )
     dtype = str(drafter.fc.weight.dtype).removeprefix("torch.")
     print(f"{folder} -> {args.out} ({args.format}, {len(drafter.state_dict())} tensors, {dtype})")
     print(f"target layers {drafter.target_layer_ids}: an id is the output of that layer, 0-based")

@@ -11,8 +11,12 @@ ENGINES = ("auto", "static", "continuous", "plain")
 
 
 def add_parser(subparsers: Any) -> None:
-    parser = command(subparsers, "regenerate", "have the target write the answers that its drafter is trained on",
-                     "dflash regenerate --target /models/Qwen3-8B --prompts prompts.txt --out chats.jsonl")
+    parser = command(
+        subparsers,
+        "regenerate",
+        "have the target write the answers that its drafter is trained on",
+        "dflash regenerate --target /models/Qwen3-8B --prompts prompts.txt --out chats.jsonl",
+    )
     add = parser.add_argument
     add("--target", default="smollm2", help="'smollm2', a model folder, a .gguf file or a hub id")
     add("--prompts", default="builtin", help="messages JSONL, prompt JSONL, one prompt a line, or 'builtin'")

@@ -9,13 +9,20 @@ from dflash.commands import command
 
 
 def add_parser(subparsers: Any) -> None:
-    parser = command(subparsers, "replay", "run one step of a run again in float32 with anomaly detection",
-                     "dflash replay --run runs/night --step 120")
+    parser = command(
+        subparsers,
+        "replay",
+        "run one step of a run again in float32 with anomaly detection",
+        "dflash replay --run runs/night --step 120",
+    )
     parser.add_argument("--run", dest="run_folder", required=True, help="a run folder, or its id under runs/")
     parser.add_argument("--step", type=int, required=True)
     parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1; auto: a GPU where there is one")
-    parser.add_argument("--no-walk", action="store_true",
-                        help="from the checkpoint's weights as they are, without the steps in between (quick, not exact)")
+    parser.add_argument(
+        "--no-walk",
+        action="store_true",
+        help="from the checkpoint's weights as they are, without the steps in between (quick, not exact)",
+    )
     parser.set_defaults(run=main)
 
 

@@ -8,8 +8,12 @@ from dflash.commands import command
 
 
 def add_parser(subparsers: Any) -> None:
-    parser = command(subparsers, "report", "make report.html from an executed notebook or a run folder",
-                     "dflash report runs/night/report.ipynb")
+    parser = command(
+        subparsers,
+        "report",
+        "make report.html from an executed notebook or a run folder",
+        "dflash report runs/night/report.ipynb",
+    )
     parser.add_argument("source", help="executed notebook, or run folder")
     parser.add_argument("-o", "--out", help="where to write; default: beside the source")
     parser.add_argument("--run-folder", help="the run that the notebook shows, where it is not found by itself")

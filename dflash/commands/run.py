@@ -14,9 +14,13 @@ such notebook or kernel, nothing ran; 130 interrupted; 138 the kernel was killed
 
 
 def add_parser(subparsers: Any) -> None:
-    parser = command(subparsers, "run", "run a notebook by papermill: checked parameters, a report even on failure",
-                     "dflash run notebooks/05_train.ipynb runs/night/report.ipynb -p gpus 5,6,7",
-                     f"Run a notebook by papermill; build its report whatever happens. {EXIT_CODES}")
+    parser = command(
+        subparsers,
+        "run",
+        "run a notebook by papermill: checked parameters, a report even on failure",
+        "dflash run notebooks/05_train.ipynb runs/night/report.ipynb -p gpus 5,6,7",
+        f"Run a notebook by papermill; build its report whatever happens. {EXIT_CODES}",
+    )
     parser.add_argument("notebook")
     parser.add_argument("out", nargs="?", help="executed copy; default: runs/<time of day>/report.ipynb")
     parser.add_argument("-p", "--parameter", nargs=2, action="append", default=[], metavar=("NAME", "VALUE"))

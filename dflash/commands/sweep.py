@@ -10,8 +10,12 @@ from dflash.errors import ConfigError
 
 
 def add_parser(subparsers: Any) -> None:
-    parser = command(subparsers, "sweep", "run a notebook over a grid of parameters and compare the runs",
-                     "dflash sweep notebooks/05_train.ipynb runs/gamma -g gamma 2,4 -p max_minutes 2")
+    parser = command(
+        subparsers,
+        "sweep",
+        "run a notebook over a grid of parameters and compare the runs",
+        "dflash sweep notebooks/05_train.ipynb runs/gamma -g gamma 2,4 -p max_minutes 2",
+    )
     parser.add_argument("notebook")
     parser.add_argument("folder", help="one folder a point is made here, and comparison.html")
     parser.add_argument("-g", "--grid", nargs=2, action="append", default=[], metavar=("NAME", "V1,V2,.."))

@@ -56,8 +56,13 @@ def main(args: argparse.Namespace) -> int:
 
 
 def add_parser(subparsers: Any) -> None:
-    parser = command(subparsers, "train", "train a run from its config file; also under torchrun",
-                     "dflash train --config runs/night/config.yaml --resume", __doc__)
+    parser = command(
+        subparsers,
+        "train",
+        "train a run from its config file; also under torchrun",
+        "dflash train --config runs/night/config.yaml --resume",
+        __doc__,
+    )
     parser.add_argument("--config", required=True, help="a config.yaml")
     parser.add_argument("--resume", action="store_true", help="go on from the run's newest complete checkpoint")
     parser.add_argument("--runs", default="runs", help="folder for new runs")

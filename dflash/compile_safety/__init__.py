@@ -1,11 +1,11 @@
 """Compiled attention from several threads: no nested-trace errors, no silent dense runs, no late compiles, no hangs.
 
-    install() / uninstall() / installed()   make this process's torch safe for threads, and take it back
-    warmup([WarmupJob, ...])                compile forward and backward up front; state is bit-identical afterwards
-    seal() / unseal() / sealed()            no compilation from here on; who traces is recorded (recorded_traces)
-    Watchdog(run_dir, seconds)              a hang ends the run and leaves its stacks
-    protected(jobs, run_dir=...)            all of it as one context
-    CompiledFunction(fn)                    torch.compile that raises a typed error instead of running uncompiled
+install() / uninstall() / installed()   make this process's torch safe for threads, and take it back
+warmup([WarmupJob, ...])                compile forward and backward up front; state is bit-identical afterwards
+seal() / unseal() / sealed()            no compilation from here on; who traces is recorded (recorded_traces)
+Watchdog(run_dir, seconds)              a hang ends the run and leaves its stacks
+protected(jobs, run_dir=...)            all of it as one context
+CompiledFunction(fn)                    torch.compile that raises a typed error instead of running uncompiled
 """
 
 from dflash.compile_safety.boundary import CompiledFunction, disabled_reasons, without_cuda_graphs
@@ -33,11 +33,44 @@ from dflash.compile_safety.warmup import DeviceWarmup, WarmupJob, WarmupReport, 
 from dflash.compile_safety.watchdog import HANG_EXIT_CODE, Watchdog
 
 __all__ = [
-    "GATE", "GIB", "HANG_EXIT_CODE", "AttentionShape", "CompileFailedError", "CompileSafetyError", "CompiledFunction",
-    "DeviceWarmup", "DynamoDisabledError", "ForeignTrace", "GateTimeoutError", "HangError", "NestedTraceError",
-    "Protection", "RecompileLimitError", "SealedRecompileError", "TraceGate", "TraceRecord", "UnsupportedDeviceError",
-    "UnsupportedHeadDimError", "WarmupError", "WarmupJob", "WarmupReport", "Watchdog", "dense_bytes",
-    "disabled_reasons", "install", "installed", "is_installed", "is_sealed", "observe_foreign_trace",
-    "preserved_state", "protected", "recorded_traces", "seal", "sealed", "unseal", "uninstall", "warmup",
+    "GATE",
+    "GIB",
+    "HANG_EXIT_CODE",
+    "AttentionShape",
+    "CompileFailedError",
+    "CompileSafetyError",
+    "CompiledFunction",
+    "DeviceWarmup",
+    "DynamoDisabledError",
+    "ForeignTrace",
+    "GateTimeoutError",
+    "HangError",
+    "NestedTraceError",
+    "Protection",
+    "RecompileLimitError",
+    "SealedRecompileError",
+    "TraceGate",
+    "TraceRecord",
+    "UnsupportedDeviceError",
+    "UnsupportedHeadDimError",
+    "WarmupError",
+    "WarmupJob",
+    "WarmupReport",
+    "Watchdog",
+    "dense_bytes",
+    "disabled_reasons",
+    "install",
+    "installed",
+    "is_installed",
+    "is_sealed",
+    "observe_foreign_trace",
+    "preserved_state",
+    "protected",
+    "recorded_traces",
+    "seal",
+    "sealed",
+    "unseal",
+    "uninstall",
+    "warmup",
     "without_cuda_graphs",
 ]

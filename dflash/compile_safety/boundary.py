@@ -76,9 +76,7 @@ class CompiledFunction:
         self.name = name or getattr(function, "__name__", repr(function))
         self._describe = describe or (lambda args, kwargs: _shapes(args, kwargs))
         options = {"mode": without_cuda_graphs(mode)} if mode else {}
-        self._compiled = torch.compile(
-            _only_compiled(function), fullgraph=True, dynamic=dynamic, backend=backend, **options
-        )
+        self._compiled = torch.compile(_only_compiled(function), fullgraph=True, dynamic=dynamic, backend=backend, **options)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run compiled, or raise a CompileSafetyError that says why it cannot."""

@@ -60,9 +60,7 @@ class TraceGate:
         passes: says whether the calling thread goes through without waiting (inside a backward pass).
     """
 
-    def __init__(
-        self, timeout: float = 900.0, barge_after: float = 2.0, passes: Callable[[], bool] = in_backward
-    ) -> None:
+    def __init__(self, timeout: float = 900.0, barge_after: float = 2.0, passes: Callable[[], bool] = in_backward) -> None:
         self.timeout = timeout
         self.barge_after = barge_after
         self._passes = passes
@@ -237,8 +235,9 @@ class TraceGate:
     def _holder_stacks(self) -> str:
         holders = [ident for ident in (self._owner, *self._shared) if ident]
         frames = sys._current_frames()
-        stacks = [f"thread {ident}:\n{''.join(traceback.format_stack(frames[ident])[-8:])}"
-                  for ident in holders if ident in frames]
+        stacks = [
+            f"thread {ident}:\n{''.join(traceback.format_stack(frames[ident])[-8:])}" for ident in holders if ident in frames
+        ]
         return "\n".join(stacks)
 
 

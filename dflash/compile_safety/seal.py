@@ -36,11 +36,7 @@ def seal() -> None:
         refuse_compilation(_refuse_late_backward)
         record_traces(True)
         _restore.extend(
-            [
-                lambda: stance.__exit__(None, None, None),
-                lambda: refuse_compilation(None),
-                lambda: record_traces(False),
-            ]
+            [lambda: stance.__exit__(None, None, None), lambda: refuse_compilation(None), lambda: record_traces(False)]
         )
 
 

@@ -257,11 +257,15 @@ def _restore_modules(saved: _Saved, label: str) -> None:
 
 
 def _save_optimizer(optimizer: torch.optim.Optimizer) -> tuple[list[dict], dict]:
-    groups = [{key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
-              for group in optimizer.param_groups]
-    state = {parameter: {key: _host(value) if isinstance(value, Tensor) else copy.deepcopy(value)
-                         for key, value in entries.items()}
-             for parameter, entries in optimizer.state.items()}
+    groups = [
+        {key: copy.deepcopy(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups
+    ]
+    state = {
+        parameter: {
+            key: _host(value) if isinstance(value, Tensor) else copy.deepcopy(value) for key, value in entries.items()
+        }
+        for parameter, entries in optimizer.state.items()
+    }
     return groups, state
 
 

@@ -63,9 +63,7 @@ def iter_conversations(
         longest = _longest_run(mask)
         if not _has_anchor(mask, block_size):
             report.skipped[
-                "no answer left after truncation"
-                if truncated and not any(mask)
-                else "answer too short for a block"
+                "no answer left after truncation" if truncated and not any(mask) else "answer too short for a block"
             ] += 1
             continue
         report.truncated += truncated
@@ -118,10 +116,7 @@ class _RowReader:
     def __call__(self, place: str, row: dict) -> tuple[list[int], list[bool], bool]:
         prompt, response = row.get("prompt_ids"), row.get("response_ids")
         if self.use_ids and prompt is not None and response is not None:
-            prompt, response = (
-                _checked_ids(place, "prompt_ids", prompt),
-                _checked_ids(place, "response_ids", response),
-            )
+            prompt, response = (_checked_ids(place, "prompt_ids", prompt), _checked_ids(place, "response_ids", response))
             self._compare(place, row, response)
             return prompt + response, [False] * len(prompt) + [True] * len(response), True
         if self.use_ids and row.get("input_ids") is not None and row.get("loss_mask") is not None:
@@ -130,13 +125,13 @@ class _RowReader:
                 raise DataError(f"{place}: loss_mask is not a list; wanted one entry for each of input_ids")
             mask = [bool(value) for value in row["loss_mask"]]
             if len(ids) != len(mask):
-                raise DataError(
-                    f"{place} has {len(ids)} input_ids and {len(mask)} loss_mask entries; wanted equal"
-                )
+                raise DataError(f"{place} has {len(ids)} input_ids and {len(mask)} loss_mask entries; wanted equal")
             return ids, mask, True
         if self.tokenizer is None:
-            raise DataError(f"{place} is text, and the target has no tokenizer to read it with; give rows with input_ids "
-                            "and loss_mask, or data='random:24' for 24 packs of random ids")
+            raise DataError(
+                f"{place} is text, and the target has no tokenizer to read it with; give rows with input_ids "
+                "and loss_mask, or data='random:24' for 24 packs of random ids"
+            )
         if self.renderer is None:
             self.renderer = ChatRenderer(self.tokenizer, self.template, self.template_kwargs)
         ids, mask = self.renderer(messages_of(row), row.get("tools"))
@@ -209,9 +204,7 @@ def cache_key(path: str | Path | list, tokenizer, max_length: int, **options) ->
     template = options.get("template") or getattr(tokenizer, "chat_template", None)
     tokens = tokenizer_fingerprint(tokenizer) if tokenizer is not None else None
     settings = {name: value for name, value in options.items() if name != "template"}
-    digest.update(
-        json.dumps([_FORMAT, tokens, template, max_length, settings], sort_keys=True, default=str).encode()
-    )
+    digest.update(json.dumps([_FORMAT, tokens, template, max_length, settings], sort_keys=True, default=str).encode())
     return digest.hexdigest()[:24]
 
 

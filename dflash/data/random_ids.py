@@ -31,8 +31,9 @@ def random_packs(data: str) -> int | None:
     return int(count)
 
 
-def random_conversations(packs: int, pack_length: int, vocab_size: int, avoid: Iterable[int] = (),
-                         seed: int = 0) -> tuple[list[Conversation], DataReport]:
+def random_conversations(
+    packs: int, pack_length: int, vocab_size: int, avoid: Iterable[int] = (), seed: int = 0
+) -> tuple[list[Conversation], DataReport]:
     """Documents that fill `packs` packs one after another, when packed in order.
 
     Args:
@@ -42,9 +43,11 @@ def random_conversations(packs: int, pack_length: int, vocab_size: int, avoid: I
     """
     generator = torch.Generator().manual_seed(seed)
     if packs * pack_length > MOST_TOKENS:
-        raise DataError(f"data is '{PREFIX}{packs}' with pack_length {pack_length}, {packs * pack_length:,} tokens; wanted "
-                        f"at most {MOST_TOKENS:,}, here {PREFIX}{max(1, MOST_TOKENS // pack_length)}: a run takes the same "
-                        "packs again and again")
+        raise DataError(
+            f"data is '{PREFIX}{packs}' with pack_length {pack_length}, {packs * pack_length:,} tokens; wanted "
+            f"at most {MOST_TOKENS:,}, here {PREFIX}{max(1, MOST_TOKENS // pack_length)}: a run takes the same "
+            "packs again and again"
+        )
     report = DataReport(f"{PREFIX}{packs} (random ids, no text)")
     banned = sorted({token for token in avoid if 0 <= token < vocab_size})
     conversations = []
@@ -54,8 +57,9 @@ def random_conversations(packs: int, pack_length: int, vocab_size: int, avoid: I
             for token in banned:
                 ids += ids >= token
             prompt = min(PROMPT, length // 4)
-            conversations.append(Conversation(ids.tolist(), [False] * prompt + [True] * (length - prompt),
-                                              len(conversations)))
+            conversations.append(
+                Conversation(ids.tolist(), [False] * prompt + [True] * (length - prompt), len(conversations))
+            )
             report.rows += 1
             report.kept_ids += 1
             report.add(length, length - prompt)

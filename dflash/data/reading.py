@@ -58,13 +58,9 @@ def data_files(path: str | Path | list, split: str = "train") -> list[Path]:
             raise DataError(f"dataset folder {path} has no split '{split}'; it has {', '.join(splits)}")
         path = path / split
     if (path / "state.json").is_file():  # one `datasets` split: the state lists its parts in order
-        return [
-            path / part["filename"] for part in json.loads((path / "state.json").read_text())["_data_files"]
-        ]
+        return [path / part["filename"] for part in json.loads((path / "state.json").read_text())["_data_files"]]
     files = sorted(file for file in path.rglob("*") if file.name.endswith(_SUFFIXES) and file.is_file())
-    files = [
-        file for file in files if file.name not in ("dataset_info.json", "state.json", "dataset_dict.json")
-    ]
+    files = [file for file in files if file.name not in ("dataset_info.json", "state.json", "dataset_dict.json")]
     files = [file for file in files if not file.name.endswith(".meta.json")]
     if not files:
         raise DataError(f"data folder {path} holds no file ending in {', '.join(_SUFFIXES)}")
@@ -109,9 +105,7 @@ def _json_rows(file: Path) -> Iterator[tuple[str, dict]]:
     try:
         rows = json.loads(file.read_text(encoding="utf-8-sig"))
     except ValueError as error:
-        raise DataError(
-            f"{file} is not valid JSON ({error}); if it has one object a line, name it .jsonl"
-        ) from error
+        raise DataError(f"{file} is not valid JSON ({error}); if it has one object a line, name it .jsonl") from error
     for number, row in enumerate(rows if isinstance(rows, list) else [rows], 1):
         if not isinstance(row, dict):
             raise DataError(f"{file} item {number} holds a {type(row).__name__}; wanted an object")
@@ -182,8 +176,6 @@ def _text(content) -> str:
         return ""
     if isinstance(content, str):
         return content
-    if isinstance(content, list) and all(
-        isinstance(part, dict) and part.get("type") == "text" for part in content
-    ):
+    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
         return "".join(part.get("text") or "" for part in content)
     raise UnusableRow("content that is not text")

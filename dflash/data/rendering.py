@@ -45,9 +45,7 @@ class ChatRenderer:
     def name(self) -> str:
         """How messages name this template."""
         first = " ".join(self.template.split())[:60]
-        return (
-            f"chat template of '{self.tokenizer.name_or_path or type(self.tokenizer).__name__}' ({first}...)"
-        )
+        return f"chat template of '{self.tokenizer.name_or_path or type(self.tokenizer).__name__}' ({first}...)"
 
     def __call__(self, messages: list[dict], tools=None) -> tuple[list[int], list[bool]]:
         """Token ids of the whole chat and the mask of the assistant's tokens.
@@ -120,10 +118,7 @@ class ChatRenderer:
         start, has_prompt = self._start(whole, messages[:index], tools)
         if not has_prompt:  # the answer's header cannot be rendered alone: begin at the answer's own text
             at = until.rfind(answer) if answer and whole.startswith(until) else -1
-            start = min(
-                (found for found in (until.find(thought, start) if thought else -1, at) if found >= 0),
-                default=-1,
-            )
+            start = min((found for found in (until.find(thought, start) if thought else -1, at) if found >= 0), default=-1)
             if at < start or start < 0:
                 raise UnusableRow(_UNSPLITTABLE)
         if whole.startswith(until):
@@ -181,10 +176,7 @@ class ChatRenderer:
             return self._mask_by_prefix(whole, spans)
         encoded = self.tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
         ids, offsets = list(encoded["input_ids"]), encoded["offset_mapping"]
-        mask = [
-            any(start <= first and last <= end and first < end for start, end in spans)
-            for first, last in offsets
-        ]
+        mask = [any(start <= first and last <= end and first < end for start, end in spans) for first, last in offsets]
         return ids, mask
 
     def _mask_by_prefix(self, whole: str, spans: list[tuple[int, int]]) -> tuple[list[int], list[bool]]:

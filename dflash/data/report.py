@@ -5,28 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-_EDGES = (
-    0,
-    16,
-    32,
-    64,
-    96,
-    128,
-    192,
-    256,
-    384,
-    512,
-    768,
-    1024,
-    1536,
-    2048,
-    3072,
-    4096,
-    8192,
-    16384,
-    32768,
-    65536,
-)
+_EDGES = (0, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 8192, 16384, 32768, 65536)
 
 
 @dataclass
@@ -120,7 +99,5 @@ class DataReport:
         axes.set_xticks(range(len(edges)), [f"{edge:,}+" for edge in edges], rotation=45, fontsize=8)
         axes.set_xlabel("tokens in a conversation")
         axes.set_ylabel("conversations")
-        axes.set_title(
-            f"{self.conversations:,} conversations, {self.supervised_share:.0%} of the tokens supervised"
-        )
+        axes.set_title(f"{self.conversations:,} conversations, {self.supervised_share:.0%} of the tokens supervised")
         return figure

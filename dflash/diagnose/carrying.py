@@ -46,28 +46,44 @@ def hypotheses(device: torch.device, backend: str = "inductor") -> list[dict[str
 def _row(dimension: str, change: str, arguments: dict | None, device: torch.device, backend: str) -> dict[str, Any]:
     if arguments is None:
         needs = "needs two GPUs" if dimension == "device" else "needs a GPU: flex_attention has no backward on CPU"
-        return {"changed": dimension, "how": change, "graphs compiled": None, "kernels from cache": None,
-                "carries over": needs}
+        return {
+            "changed": dimension,
+            "how": change,
+            "graphs compiled": None,
+            "kernels from cache": None,
+            "carries over": needs,
+        }
     torch._dynamo.reset()
     call = CompiledFunction(flex_attention, "attention", backend=backend)
     with installed():
         _run(call, _inputs(device))
         other = CompiledFunction(flex_attention, "attention", backend=backend) if arguments.get("own_callable") else call
-        changed = _inputs(arguments.get("device", device), arguments.get("tokens", BASE_TOKENS),
-                          arguments.get("anchor", False), arguments.get("grad", False))
+        changed = _inputs(
+            arguments.get("device", device),
+            arguments.get("tokens", BASE_TOKENS),
+            arguments.get("anchor", False),
+            arguments.get("grad", False),
+        )
         counters.clear()  # the mask of the changed call is built by now: only attention is counted
         _run(other, changed)
     graphs = counters["stats"]["unique_graphs"]
-    return {"changed": dimension, "how": change, "graphs compiled": graphs,
-            "kernels from cache": counters["inductor"]["fxgraph_cache_hit"], "carries over": graphs == 0}
+    return {
+        "changed": dimension,
+        "how": change,
+        "graphs compiled": graphs,
+        "kernels from cache": counters["inductor"]["fxgraph_cache_hit"],
+        "carries over": graphs == 0,
+    }
 
 
 def _inputs(device: torch.device, tokens: int = BASE_TOKENS, anchor: bool = False, grad: bool = False) -> tuple:
     """q, k, v and the block mask of one call."""
     rows = ANCHORS * BLOCK
     generator = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(1, heads, length, 32, generator=generator).to(device).requires_grad_(grad)
-               for heads, length in ((4, rows), (2, tokens + rows), (2, tokens + rows)))
+    q, k, v = (
+        torch.randn(1, heads, length, 32, generator=generator).to(device).requires_grad_(grad)
+        for heads, length in ((4, rows), (2, tokens + rows), (2, tokens + rows))
+    )
     rule = _anchor_rule(tokens, device) if anchor else lambda batch, head, query, key: key <= query
     return q, k, v, build_block_mask(rule, rows, tokens + rows, device)
 
@@ -84,8 +100,7 @@ def _run(call: Callable, inputs: tuple) -> torch.Tensor:
 
 def _anchor_rule(tokens: int, device: torch.device):
     lengths = torch.tensor([tokens // 2, tokens - tokens // 2])
-    anchors = sample_anchors(torch.ones(tokens, dtype=torch.bool), lengths, BLOCK, ANCHORS,
-                             torch.Generator().manual_seed(0))
+    anchors = sample_anchors(torch.ones(tokens, dtype=torch.bool), lengths, BLOCK, ANCHORS, torch.Generator().manual_seed(0))
     return visibility(anchors.to(device), document_ids(lengths, tokens).to(device), BLOCK)
 
 
@@ -121,8 +136,12 @@ def _first_call(device: str, backend: str) -> dict[str, Any]:
         begin = time.perf_counter()
         _run(call, inputs)
         warm = time.perf_counter() - begin
-    return {"first call s": first, "second call s": warm, "kernels from cache": counters["inductor"]["fxgraph_cache_hit"],
-            "checksum": out.double().sum().item()}
+    return {
+        "first call s": first,
+        "second call s": warm,
+        "kernels from cache": counters["inductor"]["fxgraph_cache_hit"],
+        "checksum": out.double().sum().item(),
+    }
 
 
 if __name__ == "__main__":

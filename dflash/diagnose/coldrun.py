@@ -54,10 +54,14 @@ class ColdReport:
         counts = ", ".join(f"{count} {outcome}" for outcome, count in sorted(self.outcomes.items()))
         mean = sum(self.seconds) / max(1, len(self.seconds))
         mode = "protected" if self.protected else "unprotected"
-        text = (f"{mode}: {sum(self.outcomes.values())} processes x {self.threads} threads on "
-                f"{', '.join(self.devices)}: {counts}; {mean:.1f} s a process")
-        ends = [max((s["start"] + s["seconds"] for s in line if s["name"] == "first call"), default=0.0)
-                for line in self.timelines]
+        text = (
+            f"{mode}: {sum(self.outcomes.values())} processes x {self.threads} threads on "
+            f"{', '.join(self.devices)}: {counts}; {mean:.1f} s a process"
+        )
+        ends = [
+            max((s["start"] + s["seconds"] for s in line if s["name"] == "first call"), default=0.0)
+            for line in self.timelines
+        ]
         if not ends:
             return text
         return f"{text}, of it {sum(ends) / len(ends):.1f} s until every thread had made its first call"
@@ -88,8 +92,18 @@ def run_cold(
     """
     result = ColdReport(protect, devices, threads)
     outcomes: Counter[str] = Counter()
-    arguments = ["--devices", ",".join(devices), "--threads", str(threads), "--repeats", str(repeats),
-                 "--backend", backend, *(["--protect"] if protect else []), *(["--noise"] if noise else [])]
+    arguments = [
+        "--devices",
+        ",".join(devices),
+        "--threads",
+        str(threads),
+        "--repeats",
+        str(repeats),
+        "--backend",
+        backend,
+        *(["--protect"] if protect else []),
+        *(["--noise"] if noise else []),
+    ]
     begin, lock = time.perf_counter(), threading.Lock()
 
     def one(index: int) -> None:
@@ -142,8 +156,7 @@ def _launch(devices: list[str], threads: int, repeats: int, protect: bool, noise
         return F.gelu(x @ w).square().mean()
 
     if protect:
-        attention = compiled_flex_attention if backend == "inductor" else CompiledFunction(
-            flex_attention, backend=backend)
+        attention = compiled_flex_attention if backend == "inductor" else CompiledFunction(flex_attention, backend=backend)
         compiled_layer = CompiledFunction(layer, backend=backend)
         build = build_block_mask
     else:
@@ -166,8 +179,14 @@ def _launch(devices: list[str], threads: int, repeats: int, protect: bool, noise
                 outputs[index] = attend(attention, cases[index], build)
                 first_calls.add(index)
                 if len(state["timeline"]) < MAX_SPANS:
-                    state["timeline"].append({"thread": index, "name": "first call" if step == 0 else "warm call",
-                                              "start": start - begin, "seconds": time.perf_counter() - start})
+                    state["timeline"].append(
+                        {
+                            "thread": index,
+                            "name": "first call" if step == 0 else "warm call",
+                            "start": start - begin,
+                            "seconds": time.perf_counter() - start,
+                        }
+                    )
                 step += 1
             outputs[index] += _train(compiled_layer, cases[index])
         except Exception as error:
@@ -237,9 +256,14 @@ def make_case(device, index: int) -> dict:
 
     layer_grad = torch.randn(32 + 16 * index, 32, generator=generator).to(device).requires_grad_()
     return {
-        "q": draw(1, 4, q_len, 64), "k": draw(1, 2, total + q_len, 64), "v": draw(1, 2, total + q_len, 64),
-        "rule": rule, "dense": dense_mask(rule, q_len, total + q_len, device),
-        "x": torch.randn(8, 32 + 16 * index, generator=generator).to(device), "w": layer_grad, "device": device,
+        "q": draw(1, 4, q_len, 64),
+        "k": draw(1, 2, total + q_len, 64),
+        "v": draw(1, 2, total + q_len, 64),
+        "rule": rule,
+        "dense": dense_mask(rule, q_len, total + q_len, device),
+        "x": torch.randn(8, 32 + 16 * index, generator=generator).to(device),
+        "w": layer_grad,
+        "device": device,
     }
 
 

@@ -19,8 +19,21 @@ from typing import Any
 from dflash.diagnose.isolated import report, run_isolated
 from dflash.diagnose.probes import DEFAULT_LIMIT, ProbeResult, jobs_here, run_probes, table
 
-PACKAGES = ("torch", "triton", "transformers", "safetensors", "accelerate", "gguf", "papermill", "plotly",
-            "matplotlib", "ipykernel", "nvidia-ml-py", "flash-linear-attention", "causal-conv1d")
+PACKAGES = (
+    "torch",
+    "triton",
+    "transformers",
+    "safetensors",
+    "accelerate",
+    "gguf",
+    "papermill",
+    "plotly",
+    "matplotlib",
+    "ipykernel",
+    "nvidia-ml-py",
+    "flash-linear-attention",
+    "causal-conv1d",
+)
 VARIABLES = {
     "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True keeps memory flat when shapes vary",
     "PYTORCH_ALLOC_CONF": "the same, newer name",
@@ -77,8 +90,10 @@ def judge(page: dict[str, Any], probes: list[ProbeResult]) -> tuple[bool, list[s
             advice.append(f"compiled attention does not work on {index}: {flex['detail'][:300]}")
     shown = sorted({probe.name for probe in probes if not probe.protected and probe.verdict in ("fault", "hang")})
     if shown:
-        advice.append(f"never start drafter threads unprotected on this torch; it shows {', '.join(shown)}. Every run "
-                      "of this package installs the protection itself.")
+        advice.append(
+            f"never start drafter threads unprotected on this torch; it shows {', '.join(shown)}. Every run "
+            "of this package installs the protection itself."
+        )
     if not page["gpus"]:
         advice.append("no GPU: attention is 'sdpa_chunked' here; 'flex' has no backward on CPU.")
     env = page["environment"]
@@ -86,14 +101,19 @@ def judge(page: dict[str, Any], probes: list[ProbeResult]) -> tuple[bool, list[s
         if env.get(name) not in (None, "", "0"):
             advice.append(f"unset {name}: {VARIABLES[name]}.")
     if page["gpus"] and "expandable_segments" not in (env.get("PYTORCH_CUDA_ALLOC_CONF") or "") + (
-            env.get("PYTORCH_ALLOC_CONF") or ""):
+        env.get("PYTORCH_ALLOC_CONF") or ""
+    ):
         advice.append("set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True: " + VARIABLES["PYTORCH_CUDA_ALLOC_CONF"])
     if not page["compile_cache"]["writable"]:
-        advice.append(f"the compile cache {page['compile_cache']['path']} cannot be written; set "
-                      "TORCHINDUCTOR_CACHE_DIR to a folder that can.")
+        advice.append(
+            f"the compile cache {page['compile_cache']['path']} cannot be written; set "
+            "TORCHINDUCTOR_CACHE_DIR to a folder that can."
+        )
     if page["gpus"] and not page["linear_attention"]["flash-linear-attention"]:
-        advice.append("for hybrid targets (Qwen3.5/3.6): install flash-linear-attention, the reference path runs at "
-                      "about 60% of its speed.")
+        advice.append(
+            "for hybrid targets (Qwen3.5/3.6): install flash-linear-attention, the reference path runs at "
+            "about 60% of its speed."
+        )
     safe = not failing and all(flex["ok"] for flex in page["flex"].values())
     return safe, advice
 
@@ -119,11 +139,17 @@ def gpus() -> list[dict[str, Any]]:
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         free, total = torch.cuda.mem_get_info(index)
-        found.append({
-            "device": f"cuda:{index}", "name": properties.name,
-            "capability": f"{properties.major}.{properties.minor}", "multiprocessors": properties.multi_processor_count,
-            "total_bytes": total, "free_bytes": free, "driver": driver,
-        })
+        found.append(
+            {
+                "device": f"cuda:{index}",
+                "name": properties.name,
+                "capability": f"{properties.major}.{properties.minor}",
+                "multiprocessors": properties.multi_processor_count,
+                "total_bytes": total,
+                "free_bytes": free,
+                "driver": driver,
+            }
+        )
     return found
 
 
@@ -153,8 +179,10 @@ def flex_compiles(limit: float = DEFAULT_LIMIT) -> dict[str, dict[str, Any]]:
 
 def linear_attention() -> dict[str, bool]:
     """Whether the packages that make hybrid targets fast are importable."""
-    return {"flash-linear-attention": importlib.util.find_spec("fla") is not None,
-            "causal-conv1d": importlib.util.find_spec("causal_conv1d") is not None}
+    return {
+        "flash-linear-attention": importlib.util.find_spec("fla") is not None,
+        "causal-conv1d": importlib.util.find_spec("causal_conv1d") is not None,
+    }
 
 
 def render(page: dict[str, Any]) -> str:
@@ -163,11 +191,16 @@ def render(page: dict[str, Any]) -> str:
     lines += [f"  {name:<24} {version or '-'}" for name, version in page["packages"].items()]
     lines.append(f"  {'CUDA build of torch':<24} {page['cuda_build'] or '-'}")
     lines.append("GPUs:" if page["gpus"] else "GPUs: none")
-    lines += [f"  {gpu['device']}  {gpu['name']}, capability {gpu['capability']}, {gpu['total_bytes'] / 2**30:.0f} GiB "
-              f"({gpu['free_bytes'] / 2**30:.0f} free), driver {gpu['driver']}" for gpu in page["gpus"]]
+    lines += [
+        f"  {gpu['device']}  {gpu['name']}, capability {gpu['capability']}, {gpu['total_bytes'] / 2**30:.0f} GiB "
+        f"({gpu['free_bytes'] / 2**30:.0f} free), driver {gpu['driver']}"
+        for gpu in page["gpus"]
+    ]
     cache = page["compile_cache"]
-    lines.append(f"compile cache: {cache['path']} ({cache['state']}, {cache['files']} files, "
-                 f"{cache['bytes'] / 2**20:.1f} MiB{'' if cache['writable'] else ', NOT WRITABLE'})")
+    lines.append(
+        f"compile cache: {cache['path']} ({cache['state']}, {cache['files']} files, "
+        f"{cache['bytes'] / 2**20:.1f} MiB{'' if cache['writable'] else ', NOT WRITABLE'})"
+    )
     lines.append("environment:")
     lines += [f"  {name} = {value}" for name, value in page["environment"].items() if value is not None]
     unset = ", ".join(name for name, value in page["environment"].items() if value is None)
@@ -175,8 +208,10 @@ def render(page: dict[str, Any]) -> str:
     lines.append("probes (each in its own process):")
     probes = [ProbeResult(**probe) for probe in page["probes"]]
     lines += ["  " + line for line in table(probes).splitlines()]
-    lines += [f"flex_attention compiled on {device}: {'yes' if flex['ok'] else 'NO'} ({flex['detail']})"
-              for device, flex in page["flex"].items()]
+    lines += [
+        f"flex_attention compiled on {device}: {'yes' if flex['ok'] else 'NO'} ({flex['detail']})"
+        for device, flex in page["flex"].items()
+    ]
     if page["overhead_us"] is not None:
         lines.append(f"protection costs {page['overhead_us']:.1f} us on a warm call")
     lines.append("advice:")

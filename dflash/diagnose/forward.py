@@ -12,8 +12,20 @@ from dflash.compile_safety import GIB, WarmupJob, installed, warmup
 
 # The field log's drafter and 512 tokens; on a CPU the same graph, small.
 FULL = StepShape(tokens=512, anchors=64, block=32, document=256)  # blocks as in the field log
-SMALL = StepShape(tokens=512, anchors=16, block=8, captured=3, document=128, hidden=64, layers=2, heads=4, kv_heads=2,
-                  head_dim=16, intermediate=128, vocab=512)
+SMALL = StepShape(
+    tokens=512,
+    anchors=16,
+    block=8,
+    captured=3,
+    document=128,
+    hidden=64,
+    layers=2,
+    heads=4,
+    kv_heads=2,
+    head_dim=16,
+    intermediate=128,
+    vocab=512,
+)
 
 
 class DrafterAlone:
@@ -36,6 +48,7 @@ class DrafterAlone:
 
     def forward_row(self, grad: bool) -> dict:
         """Run forward, or forward and backward, and say what it took."""
+
         def call() -> torch.Tensor:
             with torch.set_grad_enabled(grad):
                 loss = self.loss()
@@ -47,8 +60,12 @@ class DrafterAlone:
         with installed():
             loss = call().item()
             timing = measure(call, self.device, warmup=1, repeats=3)
-        return {"mode": "forward + backward" if grad else "forward, no_grad", "loss": loss,
-                "ms": timing.median * 1e3, "peak GiB": timing.peak_bytes / GIB if timing.peak_bytes else None}
+        return {
+            "mode": "forward + backward" if grad else "forward, no_grad",
+            "loss": loss,
+            "ms": timing.median * 1e3,
+            "peak GiB": timing.peak_bytes / GIB if timing.peak_bytes else None,
+        }
 
     def checksum(self) -> float:
         """Changes when any weight changes."""
@@ -61,18 +78,21 @@ class DrafterAlone:
 
     def warm(self) -> str:
         """Warm forward and backward up; the line of the field log, from the warmup's own report."""
+
         def step() -> torch.Tensor:
             loss = self.loss()
             loss.backward()
             return loss.detach()
 
         with installed():
-            (done,) = warmup([WarmupJob(self.device, step, [self.drafter], generators=[self.drafter.anchor_generator],
-                                        name="drafter")]).devices
+            (done,) = warmup(
+                [WarmupJob(self.device, step, [self.drafter], generators=[self.drafter.anchor_generator], name="drafter")]
+            ).devices
         return str(done)
 
     def warm_no_grad(self) -> str:
         """The field log's own warmup: one forward under no_grad."""
+
         def step() -> torch.Tensor:
             with torch.no_grad():
                 return self.loss()

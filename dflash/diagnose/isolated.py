@@ -64,7 +64,11 @@ def run_isolated(
         with tempfile.TemporaryFile("w+") as sink:
             process = subprocess.Popen(
                 [sys.executable, "-m", module, *arguments],
-                stdout=sink, stderr=subprocess.STDOUT, env=variables, start_new_session=True, text=True,
+                stdout=sink,
+                stderr=subprocess.STDOUT,
+                env=variables,
+                start_new_session=True,
+                text=True,
             )
             try:
                 code, hung = process.wait(limit), False
@@ -100,8 +104,12 @@ def _fatal(text: str, frames: int = 4) -> str | None:
         return None
     name, _, stacks = rest.partition("\n")
     _, current, stack = stacks.partition("Current thread ")
-    where = [f"{function} ({Path(file).name}:{line})" for file, line, function in
-             re.findall(r'  File "(.+)", line (\d+) in (.+)', (stack if current else stacks).split("\n\n")[0])]
+    where = [
+        f"{function} ({Path(file).name}:{line})"
+        for file, line, function in re.findall(
+            r'  File "(.+)", line (\d+) in (.+)', (stack if current else stacks).split("\n\n")[0]
+        )
+    ]
     late = ", after the stacks of all threads had been printed" if "Timeout (" in before else ""
     return f"{name.strip()}{late}" + (f", in {' < '.join(where[:frames])}" if where else "")
 

@@ -87,10 +87,15 @@ def run_kernel_case(case: KernelCase, device: torch.device, dtype: torch.dtype, 
     rows, columns = mask.BLOCK_SIZE
     work = 4 * tiles * rows * columns * case.heads * case.head_dim
     return {
-        "case": case.name, "output": list(out.shape), "forward ms": forward_timing.median * 1e3,
-        "forward+backward ms": both, "TFLOP/s (visited tiles)": work / forward_timing.median / 1e12, "tiles": tiles,
+        "case": case.name,
+        "output": list(out.shape),
+        "forward ms": forward_timing.median * 1e3,
+        "forward+backward ms": both,
+        "TFLOP/s (visited tiles)": work / forward_timing.median / 1e12,
+        "tiles": tiles,
         "peak GiB": forward_timing.peak_bytes / GIB if forward_timing.peak_bytes else None,
-        "dense GiB avoided": case.dense_gib, "max error": error,
+        "dense GiB avoided": case.dense_gib,
+        "max error": error,
     }
 
 

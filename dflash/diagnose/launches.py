@@ -24,18 +24,30 @@ def probe_rows(results: list[ProbeResult]) -> list[dict[str, Any]]:
     rows = []
     for name in dict.fromkeys(result.name for result in results):
         verdict = {result.protected: result for result in results if result.name == name}
-        rows.append({"probe": name, "protection off": verdict[False].verdict, "protection on": verdict[True].verdict,
-                     "what was seen (off)": verdict[False].detail.splitlines()[0][:90]})
+        rows.append(
+            {
+                "probe": name,
+                "protection off": verdict[False].verdict,
+                "protection on": verdict[True].verdict,
+                "what was seen (off)": verdict[False].detail.splitlines()[0][:90],
+            }
+        )
     return rows
 
 
 def launch_rows(reports: list[ColdReport]) -> list[dict[str, Any]]:
     """One row for each launch: processes by outcome, failing threads, seconds."""
-    return [{"protection": "on" if report.protected else "off", "processes": sum(report.outcomes.values()),
-             "threads": report.threads, **{kind: report.outcomes.get(kind, 0) for kind in
-                                           ("ok", "error", "hang", "mismatch", "crash")},
-             "threads that died": report.thread_faults, "s a process": float(np.mean(report.seconds))}
-            for report in reports]
+    return [
+        {
+            "protection": "on" if report.protected else "off",
+            "processes": sum(report.outcomes.values()),
+            "threads": report.threads,
+            **{kind: report.outcomes.get(kind, 0) for kind in ("ok", "error", "hang", "mismatch", "crash")},
+            "threads that died": report.thread_faults,
+            "s a process": float(np.mean(report.seconds)),
+        }
+        for report in reports
+    ]
 
 
 def timeline_bundle(report: ColdReport, process: int = 0) -> dict[str, Any]:
@@ -76,11 +88,18 @@ def _drawn(spans: list[dict], lanes: list[str], title: str, text: str) -> dict[s
     for name, colour in (("first call", style.ORANGE), ("warm call", style.BLUE)):
         chosen = [span for span in spans if span["name"] == name]
         if chosen:
-            drawn.append(Spans(name, [lanes[span["thread"]] for span in chosen],
-                               np.array([span["start"] for span in chosen]),
-                               np.array([span["seconds"] for span in chosen]), colour))
-    panel = Panel("threads", title, "seconds since the barrier", "", spans=drawn, lanes=lanes,
-                  note="no thread completed a call")
+            drawn.append(
+                Spans(
+                    name,
+                    [lanes[span["thread"]] for span in chosen],
+                    np.array([span["start"] for span in chosen]),
+                    np.array([span["seconds"] for span in chosen]),
+                    colour,
+                )
+            )
+    panel = Panel(
+        "threads", title, "seconds since the barrier", "", spans=drawn, lanes=lanes, note="no thread completed a call"
+    )
     return bundle([panel], text, columns=1)
 
 
@@ -91,8 +110,10 @@ def warmed_launch(device: torch.device, calls: int, backend: str, threads: int =
     """
     call = compiled_flex_attention if backend == "inductor" else CompiledFunction(flex_attention, backend=backend)
     cases = [make_case(device, index) for index in range(threads)]
-    jobs = [WarmupJob(device, step=lambda c=case: attend(call, c), backward=device.type == "cuda", name=f"drafter {i}")
-            for i, case in enumerate(cases)]
+    jobs = [
+        WarmupJob(device, step=lambda c=case: attend(call, c), backward=device.type == "cuda", name=f"drafter {i}")
+        for i, case in enumerate(cases)
+    ]
     errors: list[str] = []
     equal: list[bool] = []
     stop, traces = threading.Event(), [0]
@@ -121,7 +142,13 @@ def warmed_launch(device: torch.device, calls: int, backend: str, threads: int =
             worker.join()
         stop.set()
         noise.join()
-    return {"threads": threads, "calls each": calls, "errors": len(errors),
-            "graphs after the seal": counters["stats"]["unique_graphs"] - graphs, "foreign traces": traces[0],
-            "outputs equal": all(equal) and len(equal) == threads,
-            "warmup s": protection.warmup.seconds, "first error": errors[0][:120] if errors else None}
+    return {
+        "threads": threads,
+        "calls each": calls,
+        "errors": len(errors),
+        "graphs after the seal": counters["stats"]["unique_graphs"] - graphs,
+        "foreign traces": traces[0],
+        "outputs equal": all(equal) and len(equal) == threads,
+        "warmup s": protection.warmup.seconds,
+        "first error": errors[0][:120] if errors else None,
+    }

@@ -198,8 +198,10 @@ def lazy_backward_deadlock(call: Callable, protect: bool, device: torch.device) 
         loss.backward()
 
     callback_handler.register_start_callback(on_start)
-    threads = [threading.Thread(target=guarded(lambda: call(*second).sum().backward()), name="A", daemon=True),
-               threading.Thread(target=guarded(b), name="B", daemon=True)]
+    threads = [
+        threading.Thread(target=guarded(lambda: call(*second).sum().backward()), name="A", daemon=True),
+        threading.Thread(target=guarded(b), name="B", daemon=True),
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -213,7 +215,12 @@ def lazy_backward_deadlock(call: Callable, protect: bool, device: torch.device) 
 _BODIES: dict[str, Callable[[Callable, bool, torch.device], Verdict]] = {
     body.__name__: body
     for body in (
-        fx_flag_race, warm_cache_still_races, recompile_limit_goes_dense, suppressed_error_goes_dense,
-        lazy_backward_deadlock, foreign_trace_recompiles, foreign_trace_breaks_modules,
+        fx_flag_race,
+        warm_cache_still_races,
+        recompile_limit_goes_dense,
+        suppressed_error_goes_dense,
+        lazy_backward_deadlock,
+        foreign_trace_recompiles,
+        foreign_trace_breaks_modules,
     )
 }

@@ -23,8 +23,13 @@ from dataclasses import dataclass
 from dflash.diagnose.isolated import report, run_isolated
 
 PROBES = (
-    "fx_flag_race", "warm_cache_still_races", "recompile_limit_goes_dense", "suppressed_error_goes_dense",
-    "lazy_backward_deadlock", "foreign_trace_recompiles", "foreign_trace_breaks_modules",
+    "fx_flag_race",
+    "warm_cache_still_races",
+    "recompile_limit_goes_dense",
+    "suppressed_error_goes_dense",
+    "lazy_backward_deadlock",
+    "foreign_trace_recompiles",
+    "foreign_trace_breaks_modules",
 )
 DEFAULT_LIMIT = 180.0
 
@@ -69,13 +74,20 @@ def run_probe(
 
 
 def run_probes(
-    backend: str = "inductor", device: str = "auto", limit: float = DEFAULT_LIMIT, names: tuple[str, ...] = PROBES,
+    backend: str = "inductor",
+    device: str = "auto",
+    limit: float = DEFAULT_LIMIT,
+    names: tuple[str, ...] = PROBES,
     jobs: int = 1,
 ) -> list[ProbeResult]:
     """Every probe, off and on, `jobs` processes at a time; in the order of `names`."""
     with ThreadPoolExecutor(jobs) as pool:
-        return list(pool.map(lambda each: run_probe(*each, backend, device, limit),
-                             [(name, protect) for name in names for protect in (False, True)]))
+        return list(
+            pool.map(
+                lambda each: run_probe(*each, backend, device, limit),
+                [(name, protect) for name in names for protect in (False, True)],
+            )
+        )
 
 
 def jobs_here() -> int:

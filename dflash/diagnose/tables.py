@@ -34,5 +34,4 @@ def environment_line() -> str:
     """Interpreter, torch and devices in two lines."""
     names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     devices = ", ".join(f"cuda:{i} {name}" for i, name in enumerate(names)) or "no GPU"
-    return (f"{interpreter()}\n"
-            f"torch {torch.__version__} · {devices} · {os.cpu_count()} cores")
+    return f"{interpreter()}\ntorch {torch.__version__} · {devices} · {os.cpu_count()} cores"

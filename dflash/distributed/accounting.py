@@ -72,8 +72,15 @@ class Ledger:
             self._settle()
         busy, wait, tokens = (a - b for a, b in zip((self.busy, self.waiting, self.tokens), self._reported, strict=True))
         if self.metrics is not None and (tokens or busy):
-            self.metrics.write("stage", name=self.name, tokens=tokens, busy_seconds=busy, wait_seconds=wait,
-                               tokens_per_second=tokens / busy if busy > 0 else None, queue_depth=queue_depth)
+            self.metrics.write(
+                "stage",
+                name=self.name,
+                tokens=tokens,
+                busy_seconds=busy,
+                wait_seconds=wait,
+                tokens_per_second=tokens / busy if busy > 0 else None,
+                queue_depth=queue_depth,
+            )
         self._reported, self._last_report = (self.busy, self.waiting, self.tokens), now
 
     def finish(self) -> None:
@@ -144,14 +151,18 @@ def advice(gpus: int, rates: Rates, current: tuple[int, int] | None = None, gpus
     """The table of all splits, and in one sentence which one is best and by how much."""
     ranked = splits(gpus, rates, gpus_per_target)
     lines = [f"{'targets':>7} {'drafters':>8} {'tokens/s':>9}  bound by"]
-    lines += [f"{s.targets:>7} {s.drafters:>8} {s.tokens_per_second:>9,.0f}  {s.bound_by}"
-              for s in sorted(ranked, key=lambda s: s.drafters)]
+    lines += [
+        f"{s.targets:>7} {s.drafters:>8} {s.tokens_per_second:>9,.0f}  {s.bound_by}"
+        for s in sorted(ranked, key=lambda s: s.drafters)
+    ]
     best = ranked[0]
     sentence = f"best of {gpus}: {best.targets} targets and {best.drafters} drafters, {best.tokens_per_second:,.0f} tokens/s"
     now = next((s for s in ranked if (s.targets, s.drafters) == current), None)
     if now is not None and now is not best and best.tokens_per_second > 1.02 * now.tokens_per_second:
-        sentence += (f"; {best.tokens_per_second / now.tokens_per_second:.2f} times the {now.tokens_per_second:,.0f} of "
-                     f"{now.targets} + {now.drafters}, which is bound by its {now.bound_by}")
+        sentence += (
+            f"; {best.tokens_per_second / now.tokens_per_second:.2f} times the {now.tokens_per_second:,.0f} of "
+            f"{now.targets} + {now.drafters}, which is bound by its {now.bound_by}"
+        )
     elif now is not None:
         sentence += f"; {now.targets} + {now.drafters} is as good"
     return "\n".join([*lines, sentence])

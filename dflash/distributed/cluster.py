@@ -91,11 +91,15 @@ def roles_of(topology: Topology, world: int, local_world: int) -> Roles:
     """Raises ConfigError when torchrun started another number of processes than the topology has workers."""
     wanted = workers(topology)
     if local_world != wanted:
-        raise ConfigError(f"torchrun started {local_world} processes on this node, but {topology} needs {wanted}; use "
-                          f"--nproc-per-node {wanted}")
+        raise ConfigError(
+            f"torchrun started {local_world} processes on this node, but {topology} needs {wanted}; use "
+            f"--nproc-per-node {wanted}"
+        )
     if world % local_world:
-        raise ConfigError(f"torchrun started {world} processes over all nodes and {local_world} on this one; start "
-                          f"{local_world} on every node, with the same gpus and target_gpus")
+        raise ConfigError(
+            f"torchrun started {world} processes over all nodes and {local_world} on this one; start "
+            f"{local_world} on every node, with the same gpus and target_gpus"
+        )
     paired = topology.serial or topology.paired
     return Roles(len(topology.drafters), len(topology.targets), world // local_world, paired)
 
@@ -112,8 +116,10 @@ def meet(store: dist.Store, rank: int, world: int, seconds: float) -> None:
             raise ConfigError(store.get("refused").decode())
         if time.monotonic() > end:
             missing = [other for other in range(world) if not store.check([f"here/{other}"])]
-            raise RunError(f"rank {', '.join(map(str, missing))} of {world} did not start within {seconds:.0f} s; look at "
-                           "the output of its node")
+            raise RunError(
+                f"rank {', '.join(map(str, missing))} of {world} did not start within {seconds:.0f} s; look at "
+                "the output of its node"
+            )
         time.sleep(_LOOK)
 
 
@@ -152,11 +158,11 @@ class Cluster:
         store.set_timeout(timedelta(seconds=timeout))
         self.store = dist.PrefixStore("dflash", store)
         meet(self.store, rank, world, timeout)
-        dist.init_process_group(backend, store=dist.PrefixStore("group", store), rank=rank, world_size=world,
-                                timeout=_NEVER)
+        dist.init_process_group(backend, store=dist.PrefixStore("group", store), rank=rank, world_size=world, timeout=_NEVER)
         self.drafter_group = dist.new_group(self.roles.drafter_ranks)
         self.name = f"node {self.node} " * (self.roles.nodes > 1) + (
-            f"drafter[{self.index}]" if self.drafts else f"target[{self.index}]")
+            f"drafter[{self.index}]" if self.drafts else f"target[{self.index}]"
+        )
 
     @property
     def replica(self) -> int:
@@ -214,8 +220,13 @@ class LifeLine:
 
     def report(self, error: BaseException) -> bool:
         """Tell all ranks what ended this one. Returns False when another rank was first."""
-        payload = {"worker": self.cluster.name, "rank": self.cluster.rank, "type": type(error).__name__,
-                   "message": str(error), "traceback": "".join(traceback.format_exception(error))}
+        payload = {
+            "worker": self.cluster.name,
+            "rank": self.cluster.rank,
+            "type": type(error).__name__,
+            "message": str(error),
+            "traceback": "".join(traceback.format_exception(error)),
+        }
         try:
             text = json.dumps(payload)
             return self.cluster.store.compare_set("failure", "", text).decode() == text
@@ -232,8 +243,11 @@ class LifeLine:
         beats, asked = 0, False
         while not self._stop.wait(_BEAT):
             if self.cluster.rank == 0 and not asked and launcher_is_gone():
-                print("the process that started this run is gone: ending after this step, with a checkpoint",
-                      file=sys.stderr, flush=True)
+                print(
+                    "the process that started this run is gone: ending after this step, with a checkpoint",
+                    file=sys.stderr,
+                    flush=True,
+                )
                 os.kill(os.getpid(), signal.SIGTERM)
                 asked = True
             try:
@@ -255,8 +269,13 @@ class LifeLine:
             if before is None or before[0] != value:
                 self._seen[rank] = (value, now)
             elif now - before[1] > _SILENT and rank != self.cluster.rank and not self._store.check([f"left/{rank}"]):
-                return {"worker": f"rank {rank}", "rank": rank, "type": RunError.__name__, "traceback": "",
-                        "message": f"no sign of life for {_SILENT:.0f} s; its process was killed or its machine is gone"}
+                return {
+                    "worker": f"rank {rank}",
+                    "rank": rank,
+                    "type": RunError.__name__,
+                    "traceback": "",
+                    "message": f"no sign of life for {_SILENT:.0f} s; its process was killed or its machine is gone",
+                }
         return None
 
     def _end(self, failure: dict) -> None:

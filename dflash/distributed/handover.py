@@ -69,8 +69,14 @@ class HandOver:
         paired: target worker i feeds drafter i alone (both live on one device).
     """
 
-    def __init__(self, devices: Sequence[torch.device], depth: int, items: Iterator[tuple[int, WorkItem]],
-                 monitor: Monitor, paired: bool = False):
+    def __init__(
+        self,
+        devices: Sequence[torch.device],
+        depth: int,
+        items: Iterator[tuple[int, WorkItem]],
+        monitor: Monitor,
+        paired: bool = False,
+    ):
         self.lanes = [_Lane(device) for device in devices]
         self.depth, self.monitor, self.paired = depth, monitor, paired
         self._items = items
@@ -89,8 +95,11 @@ class HandOver:
         for lane in self.lanes:
             for _ in range(self.depth):
                 hidden = torch.empty_like(like.all_hidden_states, device=lane.device)
-                last = (torch.empty_like(like.verifier_last_hidden, device=lane.device) if with_last_hidden else
-                        hidden.new_zeros(1, 1, 1).expand(like.verifier_last_hidden.shape))
+                last = (
+                    torch.empty_like(like.verifier_last_hidden, device=lane.device)
+                    if with_last_hidden
+                    else hidden.new_zeros(1, 1, 1).expand(like.verifier_last_hidden.shape)
+                )
                 lane.slots.append(Slot(Features(hidden, last)))
             lane.free.extend(lane.slots)
             lane.slots[0].features.all_hidden_states.copy_(like.all_hidden_states)  # a warmup reads them
@@ -100,8 +109,10 @@ class HandOver:
     @property
     def nbytes(self) -> int:
         """Bytes of the slots of one drafter."""
-        per = [s.features.all_hidden_states.nbytes + self._soft * s.features.verifier_last_hidden.nbytes
-               for s in self.lanes[0].slots]
+        per = [
+            s.features.all_hidden_states.nbytes + self._soft * s.features.verifier_last_hidden.nbytes
+            for s in self.lanes[0].slots
+        ]
         return sum(per)
 
     def filled(self, drafter: int) -> int:
@@ -159,8 +170,10 @@ class HandOver:
             pairs.append((slot.features.verifier_last_hidden, features.verifier_last_hidden))
         for into, source in pairs:
             if into.shape != source.shape:
-                raise ValueError(f"features of shape {list(source.shape)} do not fit a slot of {list(into.shape)}; every "
-                                 "pack of a run has the same length")
+                raise ValueError(
+                    f"features of shape {list(source.shape)} do not fit a slot of {list(into.shape)}; every "
+                    "pack of a run has the same length"
+                )
         source_device = features.all_hidden_states.device
         captured = _record(source_device)
         with ExitStack() as stack:
@@ -208,4 +221,3 @@ def _record(device: torch.device) -> torch.cuda.Event | None:
     event = torch.cuda.Event()
     event.record(torch.cuda.current_stream(device))
     return event
-

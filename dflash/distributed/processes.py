@@ -90,8 +90,9 @@ def steps_ahead(depth: int, packs_per_step: int, replicas: int) -> int:
 class Feeder:
     """Captures this target's share of the node's items and sends them."""
 
-    def __init__(self, cluster: Cluster, source: FeatureSource, schedule: Schedule, soft_labels: bool,
-                 ledger: Ledger | None = None):
+    def __init__(
+        self, cluster: Cluster, source: FeatureSource, schedule: Schedule, soft_labels: bool, ledger: Ledger | None = None
+    ):
         self.cluster, self.source, self.schedule = cluster, source, schedule
         self.soft, self.ledger = soft_labels, ledger or Ledger(cluster.name, cluster.device)
         self._opened = 0
@@ -99,8 +100,11 @@ class Feeder:
     def announce(self, features: Features) -> None:
         """Tell the node's drafters what a pack's features look like."""
         if self.cluster.index == 0:
-            kind = {"hidden": list(features.all_hidden_states.shape), "last": list(features.verifier_last_hidden.shape),
-                    "dtype": str(features.all_hidden_states.dtype).removeprefix("torch.")}
+            kind = {
+                "hidden": list(features.all_hidden_states.shape),
+                "last": list(features.verifier_last_hidden.shape),
+                "dtype": str(features.all_hidden_states.dtype).removeprefix("torch."),
+            }
             self.cluster.store.set(f"features/{self.cluster.node}", json.dumps(kind))
 
     def run(self) -> None:
@@ -118,8 +122,10 @@ class Feeder:
             self.ledger.add_tokens(int(route.item.pack.lengths.sum()))
             for work in sent[0]:  # the one before: it had this capture's time
                 work.wait()
-            tensors = [t.to(self.cluster.device).contiguous() for t in
-                       (features.all_hidden_states, features.verifier_last_hidden)[: 1 + self.soft]]
+            tensors = [
+                t.to(self.cluster.device).contiguous()
+                for t in (features.all_hidden_states, features.verifier_last_hidden)[: 1 + self.soft]
+            ]
             to = self.cluster.roles.drafter_rank(route.replica)
             sent = ([dist.isend(t, to, tag=i) for i, t in enumerate(tensors)], tensors)
             if self.cluster.device.type == "cuda":  # keep the host beside the device
@@ -161,8 +167,11 @@ class Inbox:
         self.free: deque[Features] = deque()
         for _ in range(depth):
             hidden = torch.zeros(kind["hidden"], dtype=dtype, device=device)
-            last = (torch.zeros(kind["last"], dtype=dtype, device=device) if soft_labels else
-                    hidden.new_zeros(1, 1, 1).expand(kind["last"]))
+            last = (
+                torch.zeros(kind["last"], dtype=dtype, device=device)
+                if soft_labels
+                else hidden.new_zeros(1, 1, 1).expand(kind["last"])
+            )
             self.free.append(Features(hidden, last))
         self._coming: deque[tuple[Route, Features, list[dist.Work]]] = deque()
 
@@ -177,8 +186,7 @@ class Inbox:
             route, slot = self._next, self.free.popleft()
             source = self.cluster.roles.target_rank(self.cluster.node, route.target)
             tensors = (slot.all_hidden_states, slot.verifier_last_hidden)[: 1 + self.soft]
-            self._coming.append((route, slot, [dist.irecv(t, source, tag=i) for i, t in
-                                               enumerate(tensors)]))
+            self._coming.append((route, slot, [dist.irecv(t, source, tag=i) for i, t in enumerate(tensors)]))
             self._next = next(self._routes, None)
 
     def take(self, index: int) -> Features:
@@ -225,8 +233,16 @@ class LocalInbox:
 class ProcessEngine:
     """`engine.Engine` of one drafter rank. Rank 0 is driven by the trainer and leads; the others `follow`."""
 
-    def __init__(self, cluster: Cluster, replica: Replica, planner: Planner, inbox: Inbox | LocalInbox, ahead: int,
-                 last_step: int, ledger: Ledger | None = None):
+    def __init__(
+        self,
+        cluster: Cluster,
+        replica: Replica,
+        planner: Planner,
+        inbox: Inbox | LocalInbox,
+        ahead: int,
+        last_step: int,
+        ledger: Ledger | None = None,
+    ):
         self.cluster, self.replica, self.planner, self.inbox = cluster, replica, planner, inbox
         self.ahead, self.last_step = ahead, last_step
         self.ledger = ledger or Ledger(cluster.name, cluster.device)

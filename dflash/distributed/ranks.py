@@ -27,8 +27,16 @@ if TYPE_CHECKING:
     from dflash.data import Pack
 
 
-def serve_target(cluster: Cluster, source: FeatureSource, planner: Planner, first_step: int, last_step: int,
-                 soft_labels: bool, held_out: Sequence[Pack] = (), metrics: MetricsWriter | None = None) -> None:
+def serve_target(
+    cluster: Cluster,
+    source: FeatureSource,
+    planner: Planner,
+    first_step: int,
+    last_step: int,
+    soft_labels: bool,
+    held_out: Sequence[Pack] = (),
+    metrics: MetricsWriter | None = None,
+) -> None:
     """A target rank's life: say what features look like, send those of the held-out packs, feed the drafters."""
     handshake(cluster)
     schedule = Schedule(planner, cluster, first_step, last_step)
@@ -59,9 +67,19 @@ class HeldOutFeatures:
         return Features(hidden, hidden.new_zeros(1, 1, 1).expand(1, hidden.shape[1], self._hidden))
 
 
-def make_engine(cluster: Cluster, replica: Replica, planner: Planner, first_step: int, last_step: int, *,
-                queue_depth: int, packs_per_step: int, source: FeatureSource | None = None,
-                metrics: MetricsWriter | None = None, timeout: float = 600.0) -> ProcessEngine:
+def make_engine(
+    cluster: Cluster,
+    replica: Replica,
+    planner: Planner,
+    first_step: int,
+    last_step: int,
+    *,
+    queue_depth: int,
+    packs_per_step: int,
+    source: FeatureSource | None = None,
+    metrics: MetricsWriter | None = None,
+    timeout: float = 600.0,
+) -> ProcessEngine:
     """A drafter rank's engine. `source`: its own target, where every rank has one; None receives from target ranks."""
     if not isinstance(planner, SharedPlanner):
         planner = SharedPlanner(planner)
@@ -88,8 +106,12 @@ def held_out_source(cluster: Cluster, engine: ProcessEngine, packs: Sequence[Pac
 OnFailure = Callable[[Cluster, dict, BaseException | None], None]
 
 
-def run_rank(topology: Topology, work: Callable[[Cluster, LifeLine], None], timeout: float,
-             on_failure: OnFailure = lambda cluster, failure, error: None) -> int:
+def run_rank(
+    topology: Topology,
+    work: Callable[[Cluster, LifeLine], None],
+    timeout: float,
+    on_failure: OnFailure = lambda cluster, failure, error: None,
+) -> int:
     """Join the other ranks, do `work`, leave together.
 
     Args:

@@ -33,6 +33,7 @@ def copy_module(module: nn.Module, device: torch.device, share: bool = False) ->
     Args:
         share: keep parameters and buffers that already are on `device` instead of copying them.
     """
+
     def move(tensor: Tensor, own: bool) -> Tensor:
         return tensor.detach() if not own and tensor.device == device else tensor.detach().to(device, copy=True)
 
@@ -130,8 +131,7 @@ class GradientSum:
             for index, stream in enumerate(self._streams):
                 stream.wait_event(self._ready.pop(index))
             for begin in range(0, self.flats[0].numel(), _NCCL_PIECE):
-                torch.cuda.nccl.all_reduce([flat[begin : begin + _NCCL_PIECE] for flat in self.flats],
-                                           streams=self._streams)
+                torch.cuda.nccl.all_reduce([flat[begin : begin + _NCCL_PIECE] for flat in self.flats], streams=self._streams)
             self._summed = {index: stream.record_event() for index, stream in enumerate(self._streams)}
         elif self.flats:
             self._sum_on_first()
@@ -185,5 +185,6 @@ def refuse_unequal(weights: Sequence[Tensor], group: dist.ProcessGroup) -> None:
     dist.all_gather(everyone, mine, group=group)
     bad = [i for i, other in enumerate(everyone) if not torch.equal(other, everyone[0])]
     if bad:
-        raise ReplicasDivergedError(f"drafters {bad} do not hold the weights of drafter 0; start all ranks from the same "
-                                    "config, seed and checkpoint")
+        raise ReplicasDivergedError(
+            f"drafters {bad} do not hold the weights of drafter 0; start all ranks from the same config, seed and checkpoint"
+        )

@@ -90,8 +90,12 @@ class ShardedAdamW(MasterAdamW):
 
     def state_dict(self) -> dict[str, Any]:
         """What goes beside the shards: names, settings and Adam's step, no tensors."""
-        return {"sharded": True, "names": self.names, "adam_step": self._adam_step(),
-                "param_groups": self.adamw.state_dict()["param_groups"]}
+        return {
+            "sharded": True,
+            "names": self.names,
+            "adam_step": self._adam_step(),
+            "param_groups": self.adamw.state_dict()["param_groups"],
+        }
 
     def _adam_step(self) -> float:
         state = self.adamw.state.get(self.masters[0])
@@ -101,11 +105,13 @@ class ShardedAdamW(MasterAdamW):
         """Weights and, once there are any, moments, by the keys of `shards`; they share the optimizer's memory."""
         found = {}
         for name, p, master in zip(self.names, self.sharded, self.masters, strict=True):
-            parts = {shards.WEIGHTS: master.detach()} | {kind: self.adamw.state[master][kind] for kind in shards.MOMENTS
-                                                         if self.adamw.state.get(master)}
+            parts = {shards.WEIGHTS: master.detach()} | {
+                kind: self.adamw.state[master][kind] for kind in shards.MOMENTS if self.adamw.state.get(master)
+            }
             for kind, local in parts.items():
-                found[shards.key(kind, name)] = DTensor.from_local(local, self.mesh, [Shard(0)], run_check=False,
-                                                                   shape=p.shape, stride=p.stride())
+                found[shards.key(kind, name)] = DTensor.from_local(
+                    local, self.mesh, [Shard(0)], run_check=False, shape=p.shape, stride=p.stride()
+                )
         return found
 
     @torch.no_grad()
@@ -113,8 +119,10 @@ class ShardedAdamW(MasterAdamW):
         """Go on from shards, by however many ranks they were written; all ranks together."""
         if about["adam_step"]:
             for master in self.masters:
-                self.adamw.state[master] = {"step": torch.tensor(about["adam_step"], device=master.device),
-                                            **{kind: torch.zeros_like(master) for kind in shards.MOMENTS}}
+                self.adamw.state[master] = {
+                    "step": torch.tensor(about["adam_step"], device=master.device),
+                    **{kind: torch.zeros_like(master) for kind in shards.MOMENTS},
+                }
         shards.read(folder, self.tensors(), self.mesh.get_group())
 
     @torch.no_grad()
@@ -126,8 +134,12 @@ class ShardedAdamW(MasterAdamW):
             parts = whole.chunk(ranks)
             return parts[rank] if rank < len(parts) else whole[:0]
 
-        moments = {index: {kind: mine(value).clone() if torch.is_tensor(value) and value.dim() else value
-                           for kind, value in of.items()} for index, of in state["adamw"]["state"].items()}
+        moments = {
+            index: {
+                kind: mine(value).clone() if torch.is_tensor(value) and value.dim() else value for kind, value in of.items()
+            }
+            for index, of in state["adamw"]["state"].items()
+        }
         for master, whole in zip(self.masters, state["masters"], strict=True):
             master.copy_(mine(whole))
         self.adamw.load_state_dict({**state["adamw"], "state": moments})
@@ -147,8 +159,11 @@ class ShardedReplica(Replica):
         self.dtype = drafter.fc.weight.dtype  # of the passes
         self.mesh = DeviceMesh.from_group(cluster.drafter_group, cluster.device.type)
         refuse_unequal(list(drafter.parameters()), cluster.drafter_group)
-        policy = MixedPrecisionPolicy(param_dtype=None if self.dtype == torch.float32 else self.dtype,
-                                      reduce_dtype=torch.float32, cast_forward_inputs=False)  # rotary tables stay float32
+        policy = MixedPrecisionPolicy(
+            param_dtype=None if self.dtype == torch.float32 else self.dtype,
+            reduce_dtype=torch.float32,
+            cast_forward_inputs=False,
+        )  # rotary tables stay float32
         for part in (*drafter.layers, drafter):
             for parameter in part.parameters():
                 if not isinstance(parameter, DTensor):
@@ -161,8 +176,13 @@ class ShardedReplica(Replica):
 
     def _make_optimizer(self) -> ShardedAdamW:
         options = self.options
-        return ShardedAdamW(self.drafter.named_parameters(), self.mesh, betas=options.betas,
-                            weight_decay=options.weight_decay, max_grad_norm=options.max_grad_norm)
+        return ShardedAdamW(
+            self.drafter.named_parameters(),
+            self.mesh,
+            betas=options.betas,
+            weight_decay=options.weight_decay,
+            max_grad_norm=options.max_grad_norm,
+        )
 
     def rehearse(self, item: WorkItem, features: Features) -> float:
         loss = super().rehearse(item, features)
@@ -191,10 +211,17 @@ class ShardedReplica(Replica):
 def _empty_like(drafter: DFlashDrafter, dtype: torch.dtype, device: torch.device) -> DFlashDrafter:
     """A plain drafter of the same shape and settings, weights not set, sharing the target's tables."""
     with torch.device("meta"), torch.random.fork_rng(devices=[]):
-        whole = DFlashDrafter(drafter.config, drafter.target_layer_ids, drafter.block_size, drafter.max_anchors,
-                              drafter.mask_token_id, attention_backend=drafter.attention_backend,
-                              max_dense_bytes=drafter.max_dense_bytes, loss_chunk_rows=drafter.loss_chunk_rows,
-                              head_precision=drafter.head_precision)
+        whole = DFlashDrafter(
+            drafter.config,
+            drafter.target_layer_ids,
+            drafter.block_size,
+            drafter.max_anchors,
+            drafter.mask_token_id,
+            attention_backend=drafter.attention_backend,
+            max_dense_bytes=drafter.max_dense_bytes,
+            loss_chunk_rows=drafter.loss_chunk_rows,
+            head_precision=drafter.head_precision,
+        )
     whole = whole.to(dtype).to_empty(device=device)
     for name, buffer in drafter.named_buffers():
         setattr(whole, name, buffer)

@@ -54,21 +54,28 @@ def _another(job: Job, devices: tuple[torch.device, ...]) -> Target:
     """The job's target once more; one that is spread over devices is read again, as it cannot be copied as a whole."""
     if len(devices) == 1:
         return copy_target(job.target, devices[0])
-    target = load_target(job.config.target.target, "cpu", job.target.dtype, job.target.layer_ids, self_test=False,
-                         fast=False)
+    target = load_target(
+        job.config.target.target, "cpu", job.target.dtype, job.target.layer_ids, self_test=False, fast=False
+    )
     return shard_target(target, devices)
 
 
-def fit_to(config: RunConfig, topology: Topology, say: Callable[[str], None] = lambda line: None,
-           before: tuple[str, str] | None = None) -> RunConfig:
+def fit_to(
+    config: RunConfig,
+    topology: Topology,
+    say: Callable[[str], None] = lambda line: None,
+    before: tuple[str, str] | None = None,
+) -> RunConfig:
     """The config with what the topology decides: "auto" dtypes by the devices that compute, and at least one pack a step
     for each drafter, said out loud, since a drafter without packs only waits.
 
     Args:
         before: of a run that goes on, `resume.dtypes_before`: what "auto" came to then is kept, and a change is said.
     """
-    asked = {"target_dtype": (config.target.target_dtype, topology.targets[0][0]),
-             "dtype": (config.train.dtype, topology.drafters[0])}
+    asked = {
+        "target_dtype": (config.target.target_dtype, topology.targets[0][0]),
+        "dtype": (config.train.dtype, topology.drafters[0]),
+    }
     decided = []
     for (name, (wanted, device)), was in zip(asked.items(), before or (None, None), strict=True):
         now = was if was and wanted == "auto" else str(compute_dtype(wanted, device)).removeprefix("torch.")
@@ -82,5 +89,7 @@ def fit_to(config: RunConfig, topology: Topology, say: Callable[[str], None] = l
     if packs < drafters:
         say(f"packs_per_step {packs} leaves {drafters - packs} of {drafters} drafters idle; using {drafters}")
     return replace(
-        config, target=replace(config.target, target_dtype=target),
-        train=replace(config.train, dtype=train, packs_per_step=max(packs, drafters)))
+        config,
+        target=replace(config.target, target_dtype=target),
+        train=replace(config.train, dtype=train, packs_per_step=max(packs, drafters)),
+    )

@@ -72,9 +72,18 @@ class PipelineEngine:
         paired: target worker i feeds drafter i alone.
     """
 
-    def __init__(self, replicas: Sequence[Replica], sources: Sequence[FeatureSource],
-                 source_devices: Sequence[torch.device], planner: Planner, last_step: int, *, queue_depth: int = 2,
-                 run: Run | None = None, paired: bool = False):
+    def __init__(
+        self,
+        replicas: Sequence[Replica],
+        sources: Sequence[FeatureSource],
+        source_devices: Sequence[torch.device],
+        planner: Planner,
+        last_step: int,
+        *,
+        queue_depth: int = 2,
+        run: Run | None = None,
+        paired: bool = False,
+    ):
         if paired and len(sources) != len(replicas):
             raise ConfigError(f"paired targets and drafters must be as many, got {len(sources)} and {len(replicas)}")
         self.replica, self.replicas, self.sources = replicas[0], list(replicas), list(sources)
@@ -116,8 +125,10 @@ class PipelineEngine:
         """Let the workers go."""
         plan = self.planner.step(first_step)
         self._make_buffers(plan)
-        self._log(f"{len(self.sources)} target and {len(self.replicas)} drafter workers, {self.queue_depth} packs in "
-                  f"flight a drafter ({self.hand_over.nbytes / 2**20:,.0f} MiB), gradients: {self.reduce.how}")
+        self._log(
+            f"{len(self.sources)} target and {len(self.replicas)} drafter workers, {self.queue_depth} packs in "
+            f"flight a drafter ({self.hand_over.nbytes / 2**20:,.0f} MiB), gradients: {self.reduce.how}"
+        )
         for i in range(min(len(self.sources), len(plan.items)) if self.paired else len(self.sources)):
             self._spawn(f"target[{i}]", self._target, i)
         for i in range(len(self.replicas)):
@@ -159,6 +170,7 @@ class PipelineEngine:
 
     def rates(self) -> Rates:
         """Tokens per second of one target and one drafter while they were busy."""
+
         def mean(ledgers: list[Ledger]) -> float:
             return sum(ledger.tokens for ledger in ledgers) / max(1e-9, sum(ledger.busy for ledger in ledgers))
 
@@ -173,8 +185,11 @@ class PipelineEngine:
             self.monitor.changed.notify_all()
         try:
             return self.monitor.wait_for(
-                lambda: [self._done[i] for i in range(len(self.replicas))] if len(self._done) == len(self.replicas)
-                else None, raise_failures=True)
+                lambda: (
+                    [self._done[i] for i in range(len(self.replicas))] if len(self._done) == len(self.replicas) else None
+                ),
+                raise_failures=True,
+            )
         except Stopped:
             raise ConfigError("the engine is closed; make a new one to train on") from None
 
@@ -198,8 +213,9 @@ class PipelineEngine:
             with on(device):
                 features = source.get(plan.items[0].pack)
         items = schedule(self.planner, plan.step, self.last_step, len(self.replicas))
-        self.hand_over = HandOver([replica.device for replica in self.replicas], self.queue_depth, items, self.monitor,
-                                  self.paired)
+        self.hand_over = HandOver(
+            [replica.device for replica in self.replicas], self.queue_depth, items, self.monitor, self.paired
+        )
         self.hand_over.allocate(features, self.replica.options.soft_labels)
 
     def _turn(self, device: torch.device):
@@ -292,11 +308,18 @@ class ThreadsEngine(PipelineEngine):
         sources = make_sources(job, topology)
         if isinstance(job.source, OnlineFeatures):  # evaluation asks from the driving thread
             job.source = OnDevice(job.source, job.target.device)
-        super().__init__(replicas, sources, [target[0] for target in topology.targets], job.planner,
-                         train.steps, queue_depth=job.config.runtime.queue_depth, run=run, paired=topology.paired)
+        super().__init__(
+            replicas,
+            sources,
+            [target[0] for target in topology.targets],
+            job.planner,
+            train.steps,
+            queue_depth=job.config.runtime.queue_depth,
+            run=run,
+            paired=topology.paired,
+        )
 
 
 def zero_sums(block_size: int, device: torch.device) -> Tensor:
     """The `metric_sums` of no item."""
     return torch.zeros(len(SCALARS) + len(PER_SLOT) * (block_size - 1), dtype=torch.float64, device=device)
-

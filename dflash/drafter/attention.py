@@ -103,8 +103,9 @@ class AttentionMask:
         from dflash.drafter.kernels.attention import make_ranges
 
         if group not in self._ranges:
-            self._ranges[group] = make_ranges(self.anchors.positions, self.anchors.valid, self.doc_ids, self.block_size,
-                                              group, self.sliding_window)
+            self._ranges[group] = make_ranges(
+                self.anchors.positions, self.anchors.valid, self.doc_ids, self.block_size, group, self.sliding_window
+            )
         return self._ranges[group]
 
     @cached_property
@@ -126,10 +127,7 @@ class AttentionMask:
             documents_here = self.doc_ids[c_start : max(c_end, c_start) + 1]
             inside = (self.anchors.positions[index] - c_start).clamp(0, len(documents_here) - 1)  # padding lies anywhere
             part = AttentionMask(
-                AnchorSet(inside, self.anchors.valid[index]),
-                documents_here,
-                self.block_size,
-                self.sliding_window,
+                AnchorSet(inside, self.anchors.valid[index]), documents_here, self.block_size, self.sliding_window
             )
             q_start, q_end = first * self.block_size, first * self.block_size + part.queries
             pieces.append((q_start, q_end, c_start, c_start + part.context, part.dense))

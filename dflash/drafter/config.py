@@ -42,8 +42,16 @@ class DrafterConfig:
     rope_scaling: dict[str, Any] | None = field(default=None, hash=False)  # kept for exports; only "default" runs
 
     def __post_init__(self) -> None:
-        for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
-                     "intermediate_size", "vocab_size", "max_position_embeddings"):
+        for name in (
+            "hidden_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "head_dim",
+            "intermediate_size",
+            "vocab_size",
+            "max_position_embeddings",
+        ):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(f"{name} must be a positive integer, got {value!r}")
@@ -62,8 +70,7 @@ class DrafterConfig:
             object.__setattr__(self, "sliding_window", tuple(self.sliding_window))
             if len(self.sliding_window) != self.num_hidden_layers:
                 raise ConfigError(
-                    f"sliding_window needs one entry per layer ({self.num_hidden_layers}), got "
-                    f"{len(self.sliding_window)}"
+                    f"sliding_window needs one entry per layer ({self.num_hidden_layers}), got {len(self.sliding_window)}"
                 )
         kind = (self.rope_scaling or {}).get("rope_type", (self.rope_scaling or {}).get("type", "default"))
         if kind != "default":
@@ -91,8 +98,6 @@ class DrafterConfig:
         attention = h * d * (2 * self.num_attention_heads + 2 * self.num_key_value_heads) + 2 * d
         layer = attention + 3 * h * self.intermediate_size + 2 * h
         return self.num_hidden_layers * layer + num_captured_layers * h * h + 2 * h
-
-
 
 
 def text_config(config: Any) -> Any:

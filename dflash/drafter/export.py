@@ -35,8 +35,7 @@ from dflash.errors import ConfigError
 
 PUBLISHED = {"smollm2": "HuggingFaceTB/SmolLM2-135M-Instruct"}  # where the packaged target can be had by others
 FORMATS = ("zlab", "speculators", "dflash")
-_NOT_THE_STACK = ("embed_tokens.weight", "verifier_lm_head.weight", "verifier_norm.weight", "lm_head.weight", "t2d",
-                  "d2t")
+_NOT_THE_STACK = ("embed_tokens.weight", "verifier_lm_head.weight", "verifier_norm.weight", "lm_head.weight", "t2d", "d2t")
 
 
 def export_drafter(
@@ -108,8 +107,11 @@ def _vocabulary_tensors(drafter: DFlashDrafter, ids: Tensor, head: Tensor | None
         raise ConfigError("with a draft vocabulary the speculators layout stores the head rows; give the target's head")
     t2d = torch.zeros(drafter.config.vocab_size, dtype=torch.bool)
     t2d[ids] = True
-    return {"t2d": t2d, "d2t": ids - torch.arange(ids.numel()),
-            "lm_head.weight": rows.to(drafter.fc.weight.dtype).contiguous()}
+    return {
+        "t2d": t2d,
+        "d2t": ids - torch.arange(ids.numel()),
+        "lm_head.weight": rows.to(drafter.fc.weight.dtype).contiguous(),
+    }
 
 
 def _verify(out: Path, wanted: Mapping[str, Tensor]) -> None:
@@ -126,17 +128,23 @@ def _card(settings: Mapping[str, Any], layout: str, verifier: str, dtype: str, r
     where = {
         "zlab": f"`dflash_config.target_layer_ids` = {layers}, the same numbers",
         "speculators": f"`aux_hidden_state_layer_ids` = {[layer + SPECULATORS_OFFSET for layer in layers]}, one more: "
-                       "that format counts the stream that enters a layer",
+        "that format counts the stream that enters a layer",
     }[layout]
     lines = [
-        f"# DFlash drafter for {verifier}", "",
+        f"# DFlash drafter for {verifier}",
+        "",
         f"Block size {size}: slot 0 is the last verified token, {size - 1} tokens are drafted. "
-        f"{settings['config']['num_hidden_layers']} layers, {dtype}.", "",
+        f"{settings['config']['num_hidden_layers']} layers, {dtype}.",
+        "",
         f"Target features are the outputs of target layers {layers} (0-based; transformers' `hidden_states[l + 1]`). "
-        f"In this config: {where}.", "",
-        "Embedding and head are the target's; " + (
+        f"In this config: {where}.",
+        "",
+        "Embedding and head are the target's; "
+        + (
             f"only the head rows of the {settings['config']['draft_vocab_size']} draft tokens are in the file."
-            if layout == "speculators" and settings["config"]["draft_vocab_size"] else "neither is in the file."),
+            if layout == "speculators" and settings["config"]["draft_vocab_size"]
+            else "neither is in the file."
+        ),
     ]
     return "\n".join(lines + [f"\nNote: {remark}." for remark in remarks]) + "\n"
 
@@ -166,8 +174,12 @@ def read_layout(folder: str | Path) -> dict[str, Any]:
 
 
 def import_drafter(
-    folder: str | Path, target: Any = None, device: torch.device | str | None = None, dtype: torch.dtype | None = None,
-    approximate: bool = False, **options: Any,
+    folder: str | Path,
+    target: Any = None,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    approximate: bool = False,
+    **options: Any,
 ) -> DFlashDrafter:
     """A drafter from a z-lab or speculators folder, to evaluate or to start training from.
 

@@ -55,8 +55,14 @@ def _context_keys_values(drafter: DFlashDrafter, features: Tensor) -> tuple[Tens
 
 
 def denoise_rows(
-    drafter: DFlashDrafter, features: Tensor, tokens: Tensor, context_positions: Tensor, draft_positions: Tensor,
-    masks: list[AttentionMask], backend: str, rows: Tensor,
+    drafter: DFlashDrafter,
+    features: Tensor,
+    tokens: Tensor,
+    context_positions: Tensor,
+    draft_positions: Tensor,
+    masks: list[AttentionMask],
+    backend: str,
+    rows: Tensor,
 ) -> Tensor:
     """Final-normed hidden states of the draft slots `rows`.
 
@@ -90,6 +96,13 @@ def denoise_rows(
         if i == len(drafter.layers) - 1:
             x, out = TakeRows.apply(x, rows), TakeRows.apply(out, rows)
         mlp, norm = layer.mlp, layer.post_attention_layernorm
-        x, delta = Mlp.apply(x, F.linear(out, a.o_proj.weight), norm.weight, mlp["gate_proj"].weight,
-                             mlp["up_proj"].weight, mlp["down_proj"].weight, norm.eps)
+        x, delta = Mlp.apply(
+            x,
+            F.linear(out, a.o_proj.weight),
+            norm.weight,
+            mlp["gate_proj"].weight,
+            mlp["up_proj"].weight,
+            mlp["down_proj"].weight,
+            norm.eps,
+        )
     return AddNorm.apply(x, delta, drafter.norm.weight, drafter.norm.eps)[1]

@@ -20,9 +20,7 @@ DEVICES = ("cuda", "cpu", "xpu")
 BLOCK = 128  # rows and columns of one block of the mask
 SHORT_QUERIES = 128  # torch would choose its decoding kernel, which does not take every mask of this size
 # Tiles that fit the shared memory of small GPUs at head_dim 256 (pytorch issues 133254, 180278, 198224).
-SMALL_TILES = {
-    "BLOCK_M": 32, "BLOCK_N": 32, "BLOCK_M1": 16, "BLOCK_N1": 32, "BLOCK_M2": 32, "BLOCK_N2": 16, "num_stages": 1,
-}
+SMALL_TILES = {"BLOCK_M": 32, "BLOCK_N": 32, "BLOCK_M1": 16, "BLOCK_N1": 32, "BLOCK_M2": 32, "BLOCK_N2": 16, "num_stages": 1}
 _NO_KERNEL = ("No valid triton configs", "out of resource", "OutOfResources", "embedding dimension", "NoValidChoices")
 
 

@@ -112,8 +112,15 @@ class Fp8Head:
         elif hidden.shape[0]:
             # Row-wise `torch.nn.functional.scaled_mm`, which has no `out`. Fast accumulation keeps about 14 bits of the
             # running sum: an error below 1% of it, where rounding the operands costs 4% of every product.
-            torch._scaled_mm(codes, self.codes.T, scale_a=scales[:, None], scale_b=self.scales[None], out_dtype=out.dtype,
-                             use_fast_accum=True, out=out)
+            torch._scaled_mm(
+                codes,
+                self.codes.T,
+                scale_a=scales[:, None],
+                scale_b=self.scales[None],
+                out_dtype=out.dtype,
+                use_fast_accum=True,
+                out=out,
+            )
         return out[:, : self.size]
 
 

@@ -39,8 +39,9 @@ class HeadPlan:
         block, slot = supervised.nonzero(as_tuple=True)
         label_at = anchors.positions[block] + slot + 1
         teacher_at, teacher_row = torch.unique(label_at - 1, sorted=True, return_inverse=True)
-        return cls(supervised, block * (block_size - 1) + slot, block * block_size + slot + 1, label_at, teacher_at,
-                   teacher_row)
+        return cls(
+            supervised, block * (block_size - 1) + slot, block * block_size + slot + 1, label_at, teacher_at, teacher_row
+        )
 
     def to(self, device: torch.device | str) -> HeadPlan:
         """On `device`, copied without a sync."""

@@ -88,8 +88,14 @@ class DraftLayer(nn.Module):
             }
         )
 
-    def forward(self, x: Tensor, context_kv: tuple[Tensor, Tensor] | None, rotary: Rotary, attend,
-                context: tuple[Tensor, Rotary] | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        context_kv: tuple[Tensor, Tensor] | None,
+        rotary: Rotary,
+        attend,
+        context: tuple[Tensor, Rotary] | None = None,
+    ) -> Tensor:
         """x: [1, Q, H]. The context is given as keys and values, or as its states [1, T, H] with their rotary tables:
         then all that uses this layer's weights happens inside this call, which is when they are there if sharded."""
         if context_kv is None:

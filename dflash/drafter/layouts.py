@@ -93,10 +93,14 @@ def speculators_config(
         "speculators_config": {
             "algorithm": "dflash",
             "default_proposal_method": "greedy",
-            "proposal_methods": [{
-                "accept_tolerance": 0.0, "proposal_type": "greedy",
-                "speculative_tokens": settings["block_size"] - 1, "verifier_accept_k": 1,
-            }],
+            "proposal_methods": [
+                {
+                    "accept_tolerance": 0.0,
+                    "proposal_type": "greedy",
+                    "speculative_tokens": settings["block_size"] - 1,
+                    "verifier_accept_k": 1,
+                }
+            ],
             "verifier": {"architectures": architectures, "name_or_path": verifier},
         },
         "speculators_model_type": "dflash",
@@ -115,7 +119,8 @@ def read_settings(config: Mapping[str, Any]) -> tuple[str, dict[str, Any], list[
     if "speculators_model_type" in config:
         if config["speculators_model_type"] != "dflash":
             raise ConfigError(
-                f"this is a {config['speculators_model_type']!r} speculator; only 'dflash' ones can be imported")
+                f"this is a {config['speculators_model_type']!r} speculator; only 'dflash' ones can be imported"
+            )
         return "speculators", *_from_speculators(config)
     if "DFlashDraftModel" in (config.get("architectures") or []) or "dflash_config" in config:
         return "zlab", *_from_zlab(config)
@@ -149,12 +154,14 @@ def _from_zlab(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 def _from_speculators(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     layers, mask = config.get("aux_hidden_state_layer_ids"), config.get("mask_token_id")
     inner = config.get("transformer_layer_config")
-    _require(transformer_layer_config=inner, aux_hidden_state_layer_ids=layers, mask_token_id=mask,
-             block_size=config.get("block_size"))
+    _require(
+        transformer_layer_config=inner,
+        aux_hidden_state_layer_ids=layers,
+        mask_token_id=mask,
+        block_size=config.get("block_size"),
+    )
     if min(layers) < SPECULATORS_OFFSET:
-        raise ConfigError(
-            f"aux_hidden_state_layer_ids {layers} reads the embedding (id 0), which is the output of no layer"
-        )
+        raise ConfigError(f"aux_hidden_state_layer_ids {layers} reads the embedding (id 0), which is the output of no layer")
     stack, limits = _stack(inner)
     draft = config.get("draft_vocab_size")
     stack["draft_vocab_size"] = None if draft in (None, stack["vocab_size"]) else draft
@@ -168,14 +175,24 @@ def _from_speculators(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[s
 
 
 def _settings(stack: dict, layers: list[int], block_size: int, mask: int, target: str | None) -> dict[str, Any]:
-    return {"config": stack, "target_layer_ids": list(layers), "block_size": block_size, "max_anchors": _MAX_ANCHORS,
-            "mask_token_id": mask, "target": target}
+    return {
+        "config": stack,
+        "target_layer_ids": list(layers),
+        "block_size": block_size,
+        "max_anchors": _MAX_ANCHORS,
+        "mask_token_id": mask,
+        "target": target,
+    }
 
 
 def _stack(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """`DrafterConfig` fields of a Qwen3 config in either transformers layout."""
-    _require(**{name: config.get(name) for name in ("hidden_size", "num_hidden_layers", "num_attention_heads",
-                                                    "intermediate_size", "vocab_size")})
+    _require(
+        **{
+            name: config.get(name)
+            for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
+        }
+    )
     rope = _Attributes(config)
     parameters = rope.rope_parameters or {}
     limits = []

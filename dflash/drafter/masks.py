@@ -105,9 +105,7 @@ def sample_anchors(
     return AnchorSet(positions, valid)
 
 
-def visibility(
-    anchors: AnchorSet, doc_ids: Tensor, block_size: int, sliding_window: int | None = None
-) -> MaskMod:
+def visibility(anchors: AnchorSet, doc_ids: Tensor, block_size: int, sliding_window: int | None = None) -> MaskMod:
     """The rule above as a `mask_mod(batch, head, query, key) -> bool` for flex_attention.
 
     The tensors are captured, so a new pack with the same shapes does not recompile the kernel.

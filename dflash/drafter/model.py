@@ -205,11 +205,13 @@ class DFlashDrafter(nn.Module):
         device = all_hidden_states.device
         total = input_ids.shape[1]
         if anchors is None:
-            anchors = sample_anchors(loss_mask[0].cpu(), lengths.cpu(), self.block_size, self.max_anchors,
-                                     self.anchor_generator)
+            anchors = sample_anchors(
+                loss_mask[0].cpu(), lengths.cpu(), self.block_size, self.max_anchors, self.anchor_generator
+            )
         _check_anchors(anchors, total)
-        plan = HeadPlan.make(AnchorSet(anchors.positions.cpu(), anchors.valid.cpu()), loss_mask[0].cpu(), lengths.cpu(),
-                             self.block_size)
+        plan = HeadPlan.make(
+            AnchorSet(anchors.positions.cpu(), anchors.valid.cpu()), loss_mask[0].cpu(), lengths.cpu(), self.block_size
+        )
         anchors = anchors.to(device)
         documents = document_ids(to_device(lengths, device), total)
         fast = fast_path.applies(self) if self.fast_path is None else self.fast_path
@@ -221,8 +223,19 @@ class DFlashDrafter(nn.Module):
             hidden = self._denoise(*inputs).flatten(0, 1).index_select(0, rows.query)
         chunk_rows = self.loss_chunk_rows or (fast_path.CHUNK_ROWS if fast else DEFAULT_CHUNK_ROWS)
         spans = teacher_spans(plan.teacher_row, chunk_rows)
-        return self._loss(hidden, verifier_last_hidden[0], input_ids[0], rows, use_soft_labels, gamma, reduction,
-                          denominator, chunk_rows, spans, fast)
+        return self._loss(
+            hidden,
+            verifier_last_hidden[0],
+            input_ids[0],
+            rows,
+            use_soft_labels,
+            gamma,
+            reduction,
+            denominator,
+            chunk_rows,
+            spans,
+            fast,
+        )
 
     def _inputs(
         self, position_ids: Tensor, anchors: AnchorSet, documents: Tensor
@@ -247,6 +260,7 @@ class DFlashDrafter(nn.Module):
         rotary = self._rotary(draft_positions)
         x = F.embedding(tokens.flatten(), self.embed_tokens)[None]  # [1, Q, H]
         for layer, layer_mask in zip(self.layers, masks, strict=True):
+
             def attend(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask = layer_mask) -> Tensor:
                 return attention(q, k, v, mask, backend, self.max_dense_bytes)
 
@@ -254,7 +268,12 @@ class DFlashDrafter(nn.Module):
         return self.norm(x)[0].unflatten(0, (-1, self.block_size))
 
     def _denoise_fast(
-        self, all_hidden_states: Tensor, input_ids: Tensor, position_ids: Tensor, anchors: AnchorSet, documents: Tensor,
+        self,
+        all_hidden_states: Tensor,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        anchors: AnchorSet,
+        documents: Tensor,
         rows: Tensor,
     ) -> Tensor:
         """The same over the Triton kernels, for the draft slots `rows` [R] alone: [R, H]."""
@@ -265,9 +284,18 @@ class DFlashDrafter(nn.Module):
         return fast_path.denoise_rows(self, features, tokens, position_ids, draft_positions, masks, backend, rows)
 
     def _loss(
-        self, hidden: Tensor, last_hidden: Tensor, input_ids: Tensor, rows: HeadPlan, use_soft_labels: bool,
-        gamma: float | None, reduction: str, denominator: float | None, chunk_rows: int,
-        spans: list[tuple[int, int]], fused: bool,
+        self,
+        hidden: Tensor,
+        last_hidden: Tensor,
+        input_ids: Tensor,
+        rows: HeadPlan,
+        use_soft_labels: bool,
+        gamma: float | None,
+        reduction: str,
+        denominator: float | None,
+        chunk_rows: int,
+        spans: list[tuple[int, int]],
+        fused: bool,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss and metrics from the hidden states [R, H] of the supervised slots."""
         tokens = input_ids[rows.label_at]  # [R]
@@ -291,11 +319,7 @@ class DFlashDrafter(nn.Module):
         correct = torch.zeros_like(rows.supervised).flatten()
         correct[rows.slot] = self.draft_token_ids[result.prediction] == tokens
         metrics = block_metrics(correct.view_as(rows.supervised), rows.supervised)
-        metrics |= {
-            "loss": result.loss.detach(),
-            "weight": weights.sum(),
-            "supervised_slots": rows.supervised.sum(),
-        }
+        metrics |= {"loss": result.loss.detach(), "weight": weights.sum(), "supervised_slots": rows.supervised.sum()}
         return result.loss, metrics
 
     def _rotary(self, positions: Tensor) -> Rotary:
@@ -341,8 +365,9 @@ class DFlashDrafter(nn.Module):
     def new_context(self) -> DraftContext:
         """An empty context for one sequence."""
         c = self.config
-        empty = torch.zeros(1, c.num_key_value_heads, 0, c.head_dim, device=self.fc.weight.device,
-                            dtype=self.fc.weight.dtype)
+        empty = torch.zeros(
+            1, c.num_key_value_heads, 0, c.head_dim, device=self.fc.weight.device, dtype=self.fc.weight.dtype
+        )
         return DraftContext([(empty, empty) for _ in self.layers])
 
     @torch.no_grad()
@@ -383,8 +408,11 @@ def _check_anchors(anchors: AnchorSet, total: int) -> None:
     """Refuse anchors outside the pack. Those on a GPU are not read: it would hold up the host."""
     places, valid = anchors.positions, anchors.valid
     if places.dim() != 1 or places.shape != valid.shape or places.numel() == 0:
-        raise ValueError(f"anchors have positions {list(places.shape)} and valid {list(valid.shape)}, wanted [A] each, at "
-                         "least one (an invalid one where there is nothing to train)")
+        raise ValueError(
+            f"anchors have positions {list(places.shape)} and valid {list(valid.shape)}, wanted [A] each, at "
+            "least one (an invalid one where there is nothing to train)"
+        )
     if places.device.type == "cpu" and (int(places.min()) < 0 or int(places.max()) >= total):
-        raise ValueError(f"anchors lie at {int(places.min())} to {int(places.max())}, wanted 0 to {total - 1} (T is "
-                         f"{total})")
+        raise ValueError(
+            f"anchors lie at {int(places.min())} to {int(places.max())}, wanted 0 to {total - 1} (T is {total})"
+        )

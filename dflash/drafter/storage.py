@@ -43,9 +43,7 @@ def drafter_settings(drafter: DFlashDrafter, target_name: str) -> dict[str, Any]
     }
 
 
-def save_drafter(
-    drafter: DFlashDrafter, folder: str | Path, target_name: str, dtype: torch.dtype | None = None
-) -> Path:
+def save_drafter(drafter: DFlashDrafter, folder: str | Path, target_name: str, dtype: torch.dtype | None = None) -> Path:
     """Write the drafter into `folder` (made if missing); the two files appear whole or not at all.
 
     Args:
@@ -74,8 +72,7 @@ def read_settings(folder: str | Path) -> dict[str, Any]:
     path = Path(folder) / SETTINGS
     if not path.is_file():
         raise RunError(
-            f"no {SETTINGS} in {Path(folder)}; wanted a drafter folder, for instance "
-            "runs/<id>/checkpoints/step-XXXXXXXX"
+            f"no {SETTINGS} in {Path(folder)}; wanted a drafter folder, for instance runs/<id>/checkpoints/step-XXXXXXXX"
         )
     try:
         return json.loads(path.read_text())
@@ -114,8 +111,13 @@ def load_drafter(
 
 
 def build_drafter(
-    settings: dict[str, Any], tensors: dict[str, Tensor], target: Any, device: torch.device | str | None,
-    dtype: torch.dtype | None, source: str, **options: Any,
+    settings: dict[str, Any],
+    tensors: dict[str, Tensor],
+    target: Any,
+    device: torch.device | str | None,
+    dtype: torch.dtype | None,
+    source: str,
+    **options: Any,
 ) -> DFlashDrafter:
     """A drafter from settings and tensors under this package's names; `source` is named in errors."""
     ids = tensors.pop(DRAFT_IDS, None)
@@ -132,8 +134,9 @@ def build_drafter(
     got = {name: tuple(value.shape) for name, value in tensors.items()}
     if wanted != got:
         missing, extra = sorted(set(wanted) - set(got)), sorted(set(got) - set(wanted))
-        shapes = [f"{n} {list(got[n])}, wanted {list(wanted[n])}" for n in sorted(set(got) & set(wanted))
-                  if got[n] != wanted[n]]
+        shapes = [
+            f"{n} {list(got[n])}, wanted {list(wanted[n])}" for n in sorted(set(got) & set(wanted)) if got[n] != wanted[n]
+        ]
         raise ConfigError(
             f"{source} does not hold this drafter: missing {missing[:3] or 'none'}, extra {extra[:3] or 'none'}, "
             f"wrong shape {shapes[:3] or 'none'}"

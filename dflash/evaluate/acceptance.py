@@ -91,8 +91,9 @@ def draft_hidden(drafter: DFlashDrafter, context: DraftContext, tokens: Tensor, 
             def keys(t: Tensor) -> Tensor:  # [1, Nkv, n + C*S, D] -> [C, Nkv, n + S, D]
                 return torch.cat([t[:, :, :length].expand(count, -1, -1, -1), blocks(t[:, :, length:])], 2)
 
-            out = F.scaled_dot_product_attention(blocks(q), keys(k), keys(v), attn_mask=mask,
-                                                 enable_gqa=q.shape[1] != k.shape[1])
+            out = F.scaled_dot_product_attention(
+                blocks(q), keys(k), keys(v), attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1]
+            )
             return out.transpose(0, 1).flatten(1, 2)[None]  # [1, heads, C*S, D]
 
         x = layer(x, (k[:, :, :length], v[:, :, :length]), rotary, attend)
@@ -211,9 +212,7 @@ def summarize(runs: Sequence[int], gains: Sequence[int], block_size: int) -> dic
     }
 
 
-def evaluate_acceptance(
-    drafter: DFlashDrafter, source, packs: Iterable[Pack], max_positions: int | None = None
-) -> dict:
+def evaluate_acceptance(drafter: DFlashDrafter, source, packs: Iterable[Pack], max_positions: int | None = None) -> dict:
     """`summarize` over the responses of `packs`; what an `eval` record of a run holds."""
     walks = [found for _, found in walk_packs(drafter, source, packs, max_positions)]
     runs = [run for found in walks for run in found.runs]

@@ -154,7 +154,8 @@ def parity_check(
                 if one != two:
                     result.different_blocks += 1
                     result.difference = result.difference or _locate(
-                        drafter, pack, span, features.all_hidden_states, replay, at, ours, logits, one, two)
+                        drafter, pack, span, features.all_hidden_states, replay, at, ours, logits, one, two
+                    )
                 row += 1
         if left <= 0:
             break
@@ -164,8 +165,10 @@ def parity_check(
     accepted = _shares(metrics["accepted_by_slot"], metrics["blocks"], slots)
     result.acceptance_training = [value or 0.0 for value in accepted]
     result.accuracy_decoding, result.acceptance_decoding = decoded.accuracy(), decoded.acceptance()
-    pairs = [*zip(result.accuracy_training, result.accuracy_decoding, strict=True),
-             *zip(result.acceptance_training, result.acceptance_decoding, strict=True)]
+    pairs = [
+        *zip(result.accuracy_training, result.accuracy_decoding, strict=True),
+        *zip(result.acceptance_training, result.acceptance_decoding, strict=True),
+    ]
     result.largest_gap = max((abs(a - b) for a, b in pairs if a is not None and b is not None), default=0.0)
     result.agrees = result.anchors > 0 and result.largest_gap <= points / 100
     return result
@@ -195,8 +198,11 @@ def _trainer_metrics(drafter: DFlashDrafter, pack, features, places: list[int]) 
         _, metrics = drafter(
             all_hidden_states=features.all_hidden_states.to(device),
             verifier_last_hidden=features.verifier_last_hidden.to(device),
-            input_ids=pack.input_ids[None].to(device), loss_mask=pack.loss_mask[None].to(device), lengths=pack.lengths,
-            position_ids=pack.position_ids[None].to(device), anchors=anchors,
+            input_ids=pack.input_ids[None].to(device),
+            loss_mask=pack.loss_mask[None].to(device),
+            lengths=pack.lengths,
+            position_ids=pack.position_ids[None].to(device),
+            anchors=anchors,
         )
         for name in ("correct_by_slot", "supervised_by_slot", "accepted_by_slot", "blocks"):
             total[name] = total.get(name, 0) + metrics[name]
@@ -208,15 +214,28 @@ def _training_states(drafter: DFlashDrafter, pack, features, places: list[int]) 
     documents = document_ids(pack.lengths, pack.input_ids.shape[0]).to(device)
     parts = []
     for anchors in _anchor_sets(places):
-        hidden = drafter._denoise(features.all_hidden_states.to(device), pack.input_ids.to(device),
-                                  pack.position_ids.to(device), anchors.to(device), documents)
+        hidden = drafter._denoise(
+            features.all_hidden_states.to(device),
+            pack.input_ids.to(device),
+            pack.position_ids.to(device),
+            anchors.to(device),
+            documents,
+        )
         parts.append(hidden[: int(anchors.valid.sum())])
     return torch.cat(parts) if parts else torch.zeros(0, drafter.block_size, drafter.config.hidden_size)
 
 
 def _locate(
-    drafter: DFlashDrafter, pack, span: Span, features: Tensor, replay: Recorder, at: int, ours: Tensor, theirs: Tensor,
-    one: list[int], two: list[int],
+    drafter: DFlashDrafter,
+    pack,
+    span: Span,
+    features: Tensor,
+    replay: Recorder,
+    at: int,
+    ours: Tensor,
+    theirs: Tensor,
+    one: list[int],
+    two: list[int],
 ) -> Difference:
     """Follow the tensors in the order of computation to the first that differs before anchor `at`."""
     slot = next(i for i, (a, b) in enumerate(zip(one, two, strict=True)) if a != b)
@@ -227,8 +246,14 @@ def _locate(
     hidden, ids = drafter.config.hidden_size, drafter.target_layer_ids
     context = drafter.new_context()
     DFlashDrafter.extend(drafter, context, trained)
-    steps = [(f"target features of layer {ids[i]}", trained[..., i * hidden : (i + 1) * hidden],
-              decoded[..., i * hidden : (i + 1) * hidden]) for i in range(len(ids))]
+    steps = [
+        (
+            f"target features of layer {ids[i]}",
+            trained[..., i * hidden : (i + 1) * hidden],
+            decoded[..., i * hidden : (i + 1) * hidden],
+        )
+        for i in range(len(ids))
+    ]
     for layer, ((k1, v1), (k2, v2)) in enumerate(zip(context.layers, replay.context.layers, strict=True)):
         steps.append((f"context keys of drafter layer {layer}", k1, k2[:, :, :at]))
         steps.append((f"context values of drafter layer {layer}", v1, v2[:, :, :at]))

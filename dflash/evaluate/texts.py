@@ -87,8 +87,9 @@ def evaluate_prompts(
     results = []
     for index, prompt in enumerate(prompts):
         ids = list(prompt.ids)
-        decoded = speculative_generate(target, drafter, ids, max_new_tokens, temperature, _generator(seed + index),
-                                       max_draft=max_draft)
+        decoded = speculative_generate(
+            target, drafter, ids, max_new_tokens, temperature, _generator(seed + index), max_draft=max_draft
+        )
         plain = plain_generate(target, ids, max_new_tokens, temperature, _generator(seed + index)) if compare else None
         results.append(_result(target, drafter, prompt, decoded, plain, temperature == 0))
         progress(index + 1, len(prompts), results[-1])
@@ -97,20 +98,30 @@ def evaluate_prompts(
 
 
 def _result(
-    target: Target, drafter: DFlashDrafter, prompt: Prompt, decoded: DecodeResult, plain: DecodeResult | None,
-    greedy: bool,
+    target: Target, drafter: DFlashDrafter, prompt: Prompt, decoded: DecodeResult, plain: DecodeResult | None, greedy: bool
 ) -> PromptResult:
     exact = decoded.tokens == plain.tokens if plain is not None and greedy else None
     difference = None
     if exact is False:
         difference = first_difference(target, list(prompt.ids), decoded.tokens, plain.tokens, drafter.block_size)
     texts = chunk_texts(target.tokenizer, decoded.chunks)
-    chunks = [{"text": text, "accepted": count, "tokens": len(chunk)} for text, count, chunk
-              in zip(texts, [0, *decoded.accepted], decoded.chunks, strict=True)]
+    chunks = [
+        {"text": text, "accepted": count, "tokens": len(chunk)}
+        for text, count, chunk in zip(texts, [0, *decoded.accepted], decoded.chunks, strict=True)
+    ]
     return PromptResult(
-        prompt.text, chunks, decoded.acceptance_length, len(decoded.tokens), decoded.target_calls, decoded.seconds,
-        plain.seconds if plain is not None else None, exact, decoded.finish_reason, difference,
-        [len(chunk) for chunk in decoded.chunks[1:]], decoded.accepted,
+        prompt.text,
+        chunks,
+        decoded.acceptance_length,
+        len(decoded.tokens),
+        decoded.target_calls,
+        decoded.seconds,
+        plain.seconds if plain is not None else None,
+        exact,
+        decoded.finish_reason,
+        difference,
+        [len(chunk) for chunk in decoded.chunks[1:]],
+        decoded.accepted,
     )
 
 
@@ -120,8 +131,7 @@ def first_difference(
 ) -> NearTie:
     """Judge the first difference of two greedy texts by the target alone, in three batch shapes."""
     index = next(
-        (i for i, (a, b) in enumerate(zip(speculative, plain, strict=False)) if a != b),
-        min(len(speculative), len(plain)),
+        (i for i, (a, b) in enumerate(zip(speculative, plain, strict=False)) if a != b), min(len(speculative), len(plain))
     )
     if index >= min(len(speculative), len(plain)):  # one text goes on where the other ends
         tokens = (plain[index] if index < len(plain) else -1, speculative[index] if index < len(speculative) else -1)
@@ -156,7 +166,7 @@ def chunk_texts(tokenizer: Any, chunks: Sequence[Sequence[int]]) -> list[str]:
         whole = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
         if whole.endswith("\ufffd") and number < len(chunks):
             whole = whole.rstrip("\ufffd")
-        new = whole[len(done):] if whole.startswith(done) else ""
+        new = whole[len(done) :] if whole.startswith(done) else ""
         texts.append(new)
         done += new
     return texts

@@ -79,8 +79,11 @@ def drafter_folder(options: EvaluateOptions) -> Path:
 
 def newest_run(root: str | Path = "runs") -> Path:
     """The run under `root` whose complete checkpoint is the newest. Raises RunError when there is none."""
-    found = [(path.stat().st_mtime, run.parent) for run in Path(root).glob("*/config.yaml")
-             for _, path in checkpoints(run.parent)[-1:]]
+    found = [
+        (path.stat().st_mtime, run.parent)
+        for run in Path(root).glob("*/config.yaml")
+        for _, path in checkpoints(run.parent)[-1:]
+    ]
     if not found:
         raise RunError(f"no run with a finished checkpoint under {Path(root).resolve()}; train one with 05_train first")
     return max(found)[1]
@@ -107,20 +110,38 @@ def evaluate(options: EvaluateOptions, say=print) -> dict[str, Any]:
     say(f"first of {len(prompts)} prompts, as the target sees it:\n{prompts[0].text}\n")
 
     results = evaluate_prompts(
-        target, drafter, prompts, options.max_new_tokens, options.temperature, options.seed, options.compare,
-        options.max_draft, lambda done, total, result: say(_line(done, total, result)))
+        target,
+        drafter,
+        prompts,
+        options.max_new_tokens,
+        options.temperature,
+        options.seed,
+        options.compare,
+        options.max_draft,
+        lambda done, total, result: say(_line(done, total, result)),
+    )
     summary = summarize_prompts(results, drafter.block_size)
     answers = ["".join(chunk["text"] for chunk in result.chunks[:8]) for result in results]
     modes = [thinking_mode(prompt.text, answer) for prompt, answer in zip(prompts, answers, strict=True)]
     trained = Counter(_mode_of(target, conversation) for conversation in held_out)
     warning = compare_modes(modes, trained)
     summary |= {
-        "target": str(name), "drafter": str(folder), "device": str(device), "dtype": options.dtype,
-        "temperature": options.temperature, "max_new_tokens": options.max_new_tokens, "seed": options.seed,
+        "target": str(name),
+        "drafter": str(folder),
+        "device": str(device),
+        "dtype": options.dtype,
+        "temperature": options.temperature,
+        "max_new_tokens": options.max_new_tokens,
+        "seed": options.seed,
         "max_draft": options.max_draft,
-        "block_size": drafter.block_size, "target_layer_ids": list(drafter.target_layer_ids),
-        "rendered_prompt": prompts[0].text, "thinking_mode": Counter(modes).most_common(1)[0][0],
-        "training_modes": dict(trained), "warnings": [warning] if warning else [], "held_out": None, "parity": None,
+        "block_size": drafter.block_size,
+        "target_layer_ids": list(drafter.target_layer_ids),
+        "rendered_prompt": prompts[0].text,
+        "thinking_mode": Counter(modes).most_common(1)[0][0],
+        "training_modes": dict(trained),
+        "warnings": [warning] if warning else [],
+        "held_out": None,
+        "parity": None,
     }
     if held_out and (options.replay or options.parity_responses):
         packs = held_out_packs(held_out)
@@ -163,8 +184,9 @@ def _questions(options: EvaluateOptions) -> list[list[dict]]:
     return list(read_prompts(options.prompts))
 
 
-def _prompts(options: EvaluateOptions, target: Target, held_out: Sequence[Conversation],
-             questions: Sequence[list[dict]]) -> list[Prompt]:
+def _prompts(
+    options: EvaluateOptions, target: Target, held_out: Sequence[Conversation], questions: Sequence[list[dict]]
+) -> list[Prompt]:
     if options.prompts:
         kwargs = {} if options.thinking == "auto" else {"enable_thinking": options.thinking == "on"}
         renderer = ChatRenderer(target.tokenizer, template_kwargs=kwargs)
@@ -185,16 +207,19 @@ def _decode(target: Target, ids: Sequence[int]) -> str:
 
 def _mode_of(target: Target, conversation: Conversation) -> str:
     start = conversation.loss_mask.index(True)
-    return thinking_mode(_decode(target, conversation.input_ids[:start]),
-                         _decode(target, conversation.input_ids[start : start + 8]))
+    return thinking_mode(
+        _decode(target, conversation.input_ids[:start]), _decode(target, conversation.input_ids[start : start + 8])
+    )
 
 
 def _line(done: int, total: int, result: Any) -> str:
     length = "-" if result.acceptance_length is None else f"{result.acceptance_length:.2f}"
     speed = "" if not result.plain_seconds else f", {result.plain_seconds / result.seconds:.2f}x plain"
     exact = {True: ", exact", False: ", DIFFERS", None: ""}[result.exact]
-    return f"{done:3d}/{total}  {result.tokens:4d} tokens, {result.target_calls:4d} target calls, " \
-           f"acceptance length {length}{speed}{exact}"
+    return (
+        f"{done:3d}/{total}  {result.tokens:4d} tokens, {result.target_calls:4d} target calls, "
+        f"acceptance length {length}{speed}{exact}"
+    )
 
 
 def table(summary: dict[str, Any]) -> str:
@@ -204,8 +229,8 @@ def table(summary: dict[str, Any]) -> str:
     length = "-" if summary["acceptance_length"] is None else f"{summary['acceptance_length']:.3f}"
     lines = [
         f"acceptance length   {length}{spread}, tokens per target call, bonus token included",
-        "accepted up to slot " + "  ".join(f"{i}: {100 * share:.1f}%" for i, share in
-                                          enumerate(summary["acceptance_by_slot"], 1)),
+        "accepted up to slot "
+        + "  ".join(f"{i}: {100 * share:.1f}%" for i, share in enumerate(summary["acceptance_by_slot"], 1)),
         "tokens gained       " + "  ".join(f"{i}: {count}" for i, count in enumerate(summary["histogram"], 1)),
     ]
     if summary["speedup"] is not None:
@@ -217,7 +242,8 @@ def table(summary: dict[str, Any]) -> str:
         if tie:
             lines.append(
                 f"  prompt {number}: differs at token {tie['index']}, margin {tie['margin']:.3g} against rounding of "
-                f"{tie['noise']:.3g}: " + ("NOT a near tie, decoding is wrong" if tie["wide"] else "a near tie"))
+                f"{tie['noise']:.3g}: " + ("NOT a near tie, decoding is wrong" if tie["wide"] else "a near tie")
+            )
     if summary["held_out"]:
         held = summary["held_out"]
         gained = held["acceptance_length"] or float("nan")

@@ -42,15 +42,17 @@ class LoopbackRendezvous(RendezvousHandler):
         self._run_id = parameters.run_id
         listener = socket.create_server((LOOPBACK, 0))
         port = listener.getsockname()[1]
-        self._store = dist.TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, multi_tenant=True,
-                                    master_listen_fd=listener.detach())
+        self._store = dist.TCPStore(
+            LOOPBACK, port, is_master=True, wait_for_workers=False, multi_tenant=True, master_listen_fd=listener.detach()
+        )
 
     def get_backend(self) -> str:
         return "loopback"
 
     def next_rendezvous(self) -> RendezvousInfo:
-        return RendezvousInfo(self._store, rank=0, world_size=1,
-                              bootstrap_store_info=RendezvousStoreInfo(LOOPBACK, self._store.port))
+        return RendezvousInfo(
+            self._store, rank=0, world_size=1, bootstrap_store_info=RendezvousStoreInfo(LOOPBACK, self._store.port)
+        )
 
     def is_closed(self) -> bool:
         return False
@@ -79,8 +81,11 @@ def killed_ranks(error: ChildFailedError) -> list[tuple[int, int]]:
     """(rank, signal) of those that a signal ended: they could not say so themselves, and the others only saw them vanish.
     Not those that torchrun ended because another had failed."""
     first = min(failure.timestamp for failure in error.failures.values())
-    return [(rank, -failure.exitcode) for rank, failure in sorted(error.failures.items())
-            if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM and failure.timestamp - first < _AT_ONCE]
+    return [
+        (rank, -failure.exitcode)
+        for rank, failure in sorted(error.failures.items())
+        if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM and failure.timestamp - first < _AT_ONCE
+    ]
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -88,8 +93,19 @@ def main(arguments: Sequence[str]) -> None:
     keep_to_loopback()
     rendezvous_handler_registry.register("loopback", LoopbackRendezvous)
     try:
-        run.main(["--nnodes", "1", "--rdzv-backend", "loopback", "--rdzv-endpoint", f"{LOOPBACK}:0", "--local-addr",
-                  LOOPBACK, *arguments])
+        run.main(
+            [
+                "--nnodes",
+                "1",
+                "--rdzv-backend",
+                "loopback",
+                "--rdzv-endpoint",
+                f"{LOOPBACK}:0",
+                "--local-addr",
+                LOOPBACK,
+                *arguments,
+            ]
+        )
     except ChildFailedError as error:
         for rank, number in killed_ranks(error):
             print(f"{KILLED}rank {rank} by {signal.Signals(number).name}", file=sys.stderr, flush=True)

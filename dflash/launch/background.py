@@ -80,9 +80,7 @@ class BackgroundRun:
             while self._thread.is_alive():
                 self._thread.join(0.2)
                 if deadline is not None and time.monotonic() > deadline:
-                    raise RunError(
-                        f"{self.run.id} is still running after {timeout:.0f} s; wait longer, or call stop()"
-                    )
+                    raise RunError(f"{self.run.id} is still running after {timeout:.0f} s; wait longer, or call stop()")
         except KeyboardInterrupt:
             self.stop()
             raise

@@ -83,8 +83,16 @@ def told(failure: dict) -> str:
     return f"{failure['worker']}: {'lost another rank: ' if lost else ''}{failure['message']}"
 
 
-def _work(cluster: Cluster, life: LifeLine, run: Run, config: RunConfig, topology: Topology, resume: bool,
-          began: float, control: RunControl) -> None:
+def _work(
+    cluster: Cluster,
+    life: LifeLine,
+    run: Run,
+    config: RunConfig,
+    topology: Topology,
+    resume: bool,
+    began: float,
+    control: RunControl,
+) -> None:
     def say(line: str) -> None:
         run.metrics.write("log", worker=cluster.name, level="info", message=line)
 
@@ -109,15 +117,27 @@ def _work(cluster: Cluster, life: LifeLine, run: Run, config: RunConfig, topolog
             target = _load_target(config, data, topology.targets[cluster.index], topology)
             say(target.describe())
             say_random(config, say)
-            serve_target(cluster, _source(config, target, data, topology), order_planner(config, data), first_step,
-                         config.train.steps, soft, data.held_out_packs, metrics)
+            serve_target(
+                cluster,
+                _source(config, target, data, topology),
+                order_planner(config, data),
+                first_step,
+                config.train.steps,
+                soft,
+                data.held_out_packs,
+                metrics,
+            )
             return
         engine = _drafter_engine(cluster, config, data, topology, state, first_step, run, metrics)
         source = held_out_source(cluster, engine, data.held_out_packs)
         plan = engine.planner.step(first_step)
-        protection = stack.enter_context(protected(
-            engine.warmup_jobs(plan) if config.runtime.protect else (), run_dir=run.path if engine.leads else None,
-            step_timeout=config.runtime.watchdog_seconds))
+        protection = stack.enter_context(
+            protected(
+                engine.warmup_jobs(plan) if config.runtime.protect else (),
+                run_dir=run.path if engine.leads else None,
+                step_timeout=config.runtime.watchdog_seconds,
+            )
+        )
         for done in protection.warmup.devices if protection.warmup else ():
             run.metrics.write("warmup", device=done.device, seconds=done.seconds, graphs=done.graphs, peak=done.peak_bytes)
         if engine.leads:
@@ -137,9 +157,19 @@ def _resumed(cluster: Cluster, run: Run, say: Callable[[str], None], whole: bool
     return load_trainer_state(checkpoint_folder(run.path, int(cluster.store.get("resumed"))), whole)
 
 
-def _lead(engine: ProcessEngine, source: FeatureSource | None, run: Run, config: RunConfig, data: Data,
-          state: dict | None, first_step: int, beat: Callable[[], None], say: Callable[[str], None], began: float,
-          control: RunControl) -> None:
+def _lead(
+    engine: ProcessEngine,
+    source: FeatureSource | None,
+    run: Run,
+    config: RunConfig,
+    data: Data,
+    state: dict | None,
+    first_step: int,
+    beat: Callable[[], None],
+    say: Callable[[str], None],
+    began: float,
+    control: RunControl,
+) -> None:
     """Rank 0: the training loop, and the end of the run's record."""
     for line in data.report.table().splitlines():
         say(line)
@@ -149,9 +179,15 @@ def _lead(engine: ProcessEngine, source: FeatureSource | None, run: Run, config:
             return evaluate_acceptance(drafter, source, data.held_out_packs)
 
     trainer = Trainer(
-        engine, engine.planner, config.train, run, control, beat=beat,
+        engine,
+        engine.planner,
+        config.train,
+        run,
+        control,
+        beat=beat,
         evaluate=evaluate if source is not None else None,
-        save=lambda step: save_training(run, config, engine, trainer, step))
+        save=lambda step: save_training(run, config, engine, trainer, step),
+    )
     if state is not None:
         trainer.load_state_dict(state["trainer"])
         say(f"resuming after step {state['step']}")
@@ -160,8 +196,13 @@ def _lead(engine: ProcessEngine, source: FeatureSource | None, run: Run, config:
     outcome = trainer.train(first_step)
     engine.finish()
     say(f"{outcome.status} after step {outcome.step}, {outcome.skipped_steps} steps skipped")
-    run.end(outcome.status, step=outcome.step, acceptance_length=outcome.acceptance_length,
-            seconds=time.perf_counter() - began, skipped_steps=outcome.skipped_steps)
+    run.end(
+        outcome.status,
+        step=outcome.step,
+        acceptance_length=outcome.acceptance_length,
+        seconds=time.perf_counter() - began,
+        skipped_steps=outcome.skipped_steps,
+    )
 
 
 class _Ignore:
@@ -171,8 +212,9 @@ class _Ignore:
         pass
 
 
-def _fitted(cluster: Cluster, config: RunConfig, topology: Topology, say: Callable[[str], None],
-            resumed: Run | None) -> RunConfig:
+def _fitted(
+    cluster: Cluster, config: RunConfig, topology: Topology, say: Callable[[str], None], resumed: Run | None
+) -> RunConfig:
     """`fit_to` as rank 0 sees it: "auto" dtypes are measured on a CPU, and all ranks must come to the same; packs are
     counted over all nodes."""
     if cluster.rank == 0:
@@ -185,9 +227,14 @@ def _fitted(cluster: Cluster, config: RunConfig, topology: Topology, say: Callab
 
 def _load_target(config: RunConfig, data: Data, devices: tuple[torch.device, ...], topology: Topology) -> Target:
     sharded = len(devices) > 1
-    target = load_target(config.target.target, device="cpu" if sharded else devices[0], layer_ids=data.layer_ids,
-                         dtype=config.target.target_dtype, self_test=not sharded,
-                         fast=config.target.fast_capture and not sharded)
+    target = load_target(
+        config.target.target,
+        device="cpu" if sharded else devices[0],
+        layer_ids=data.layer_ids,
+        dtype=config.target.target_dtype,
+        self_test=not sharded,
+        fast=config.target.fast_capture and not sharded,
+    )
     return shard_target(target, devices) if sharded else target
 
 
@@ -195,8 +242,9 @@ def _what_a_drafter_needs(cluster: Cluster, config: RunConfig, data: Data) -> Ta
     """The rank's own target; or one on the CPU to read from, of which random weights leave all but the head out."""
     name, dtype = config.target.target, config.target.target_dtype
     if cluster.roles.paired:
-        return load_target(name, device=cluster.device, layer_ids=data.layer_ids, dtype=dtype,
-                           fast=config.target.fast_capture)
+        return load_target(
+            name, device=cluster.device, layer_ids=data.layer_ids, dtype=dtype, fast=config.target.fast_capture
+        )
     if is_random(name):
         return random_head(name, cluster.device, dtype_named(dtype))
     return load_target(name, device="cpu", layer_ids=data.layer_ids, dtype=dtype, self_test=False)
@@ -205,20 +253,42 @@ def _what_a_drafter_needs(cluster: Cluster, config: RunConfig, data: Data) -> Ta
 def _source(config: RunConfig, target: Target, data: Data, topology: Topology) -> FeatureSource:
     """As `job.prepare` makes it, so that the numbers are the same; each target keeps its share of the cache."""
     train = config.train
-    return make_source(target, data.train_packs, mode=train.features, max_bytes=int(train.cache_gib * 2**30),
-                       directory=train.cache_dir, keep_last_hidden=train.soft_labels, dtype=torch.bfloat16)
+    return make_source(
+        target,
+        data.train_packs,
+        mode=train.features,
+        max_bytes=int(train.cache_gib * 2**30),
+        directory=train.cache_dir,
+        keep_last_hidden=train.soft_labels,
+        dtype=torch.bfloat16,
+    )
 
 
 def order_planner(config: RunConfig, data: Data) -> Planner:
     """A planner for the order of packs alone; a target rank has no drafter to ask for its vocabulary."""
     train = config.train
-    return Planner(data.train_packs, seed=train.seed, packs_per_step=train.packs_per_step,
-                   block_size=config.drafter.block_size, max_anchors=config.drafter.max_anchors, gamma=train.gamma,
-                   reduction=train.reduction, soft_labels=train.soft_labels)
+    return Planner(
+        data.train_packs,
+        seed=train.seed,
+        packs_per_step=train.packs_per_step,
+        block_size=config.drafter.block_size,
+        max_anchors=config.drafter.max_anchors,
+        gamma=train.gamma,
+        reduction=train.reduction,
+        soft_labels=train.soft_labels,
+    )
 
 
-def _drafter_engine(cluster: Cluster, config: RunConfig, data: Data, topology: Topology, state: dict | None,
-                    first_step: int, run: Run, metrics: MetricsWriter | None) -> ProcessEngine:
+def _drafter_engine(
+    cluster: Cluster,
+    config: RunConfig,
+    data: Data,
+    topology: Topology,
+    state: dict | None,
+    first_step: int,
+    run: Run,
+    metrics: MetricsWriter | None,
+) -> ProcessEngine:
     """A drafter and its optimizer; the target is read for its head and its warm start, and kept only where it runs."""
     paired = cluster.roles.paired
     target = _what_a_drafter_needs(cluster, config, data)
@@ -232,6 +302,15 @@ def _drafter_engine(cluster: Cluster, config: RunConfig, data: Data, topology: T
         replica.optimizer.load_shards(checkpoint_folder(run.path, state["step"]) / shards.FOLDER, state["optimizer"])
     elif state is not None:
         replica.optimizer.load_state_dict(state["optimizer"])
-    return make_engine(cluster, replica, planner, first_step, config.train.steps, queue_depth=config.runtime.queue_depth,
-                       packs_per_step=config.train.packs_per_step, source=source, metrics=metrics,
-                       timeout=config.runtime.watchdog_seconds)
+    return make_engine(
+        cluster,
+        replica,
+        planner,
+        first_step,
+        config.train.steps,
+        queue_depth=config.runtime.queue_depth,
+        packs_per_step=config.train.packs_per_step,
+        source=source,
+        metrics=metrics,
+        timeout=config.runtime.watchdog_seconds,
+    )

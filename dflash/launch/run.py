@@ -1,8 +1,8 @@
 """One training run from settings to final checkpoint, with its record, its protection and its way out.
 
-    config = RunConfig.from_parameters(...)
-    run = start_run(config)                 # refuses what cannot work; makes runs/<id>/
-    outcome = train_run(run, config)        # the same from a notebook cell, a terminal or a test
+config = RunConfig.from_parameters(...)
+run = start_run(config)                 # refuses what cannot work; makes runs/<id>/
+outcome = train_run(run, config)        # the same from a notebook cell, a terminal or a test
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ from dflash.train.step import Engine, Replica, SerialEngine
 from dflash.train.topology import Topology, decide
 
 
-def start_run(config: RunConfig, root: str | Path = "runs", run_id: str | None = None, sinks=(),
-              data: Data | None = None) -> Run:
+def start_run(
+    config: RunConfig, root: str | Path = "runs", run_id: str | None = None, sinks=(), data: Data | None = None
+) -> Run:
     """Make the run folder after the cheap checks: devices exist, the data can be read, the mask token is free.
 
     Args:
@@ -52,8 +53,15 @@ def start_run(config: RunConfig, root: str | Path = "runs", run_id: str | None =
     return Run.create(root, config.to_dict(), run_id, sinks)
 
 
-def train_run(run: Run, config: RunConfig, control: RunControl | None = None, *, resume: bool = False,
-              say: Callable[[str], None] | None = None, data: Data | None = None) -> Outcome:
+def train_run(
+    run: Run,
+    config: RunConfig,
+    control: RunControl | None = None,
+    *,
+    resume: bool = False,
+    say: Callable[[str], None] | None = None,
+    data: Data | None = None,
+) -> Outcome:
     """Train to the end, a stop, or an error; the run's record ends with what happened.
 
     Args:
@@ -75,8 +83,14 @@ def train_run(run: Run, config: RunConfig, control: RunControl | None = None, *,
         return _recorded(run, config, control, resume, say, data)
 
 
-def _recorded(run: Run, config: RunConfig, control: RunControl | None, resume: bool, say: Callable[[str], None] | None,
-              data: Data | None) -> Outcome:
+def _recorded(
+    run: Run,
+    config: RunConfig,
+    control: RunControl | None,
+    resume: bool,
+    say: Callable[[str], None] | None,
+    data: Data | None,
+) -> Outcome:
     """`train_run` in this process, which holds the run."""
     began = time.perf_counter()
     control = control or RunControl(run.path, run.metrics)
@@ -96,13 +110,19 @@ def _recorded(run: Run, config: RunConfig, control: RunControl | None, resume: b
             raise
         raise told from error
     log(f"{outcome.status} after step {outcome.step}, {outcome.skipped_steps} steps skipped")
-    run.end(outcome.status, step=outcome.step, acceptance_length=outcome.acceptance_length,
-            seconds=time.perf_counter() - began, skipped_steps=outcome.skipped_steps)
+    run.end(
+        outcome.status,
+        step=outcome.step,
+        acceptance_length=outcome.acceptance_length,
+        seconds=time.perf_counter() - began,
+        skipped_steps=outcome.skipped_steps,
+    )
     return outcome
 
 
-def _train(run: Run, config: RunConfig, control: RunControl, resume: bool, log: Callable[[str], None],
-           data: Data) -> Outcome:
+def _train(
+    run: Run, config: RunConfig, control: RunControl, resume: bool, log: Callable[[str], None], data: Data
+) -> Outcome:
     topology = decide(config.runtime)
     refuse_run(config, topology)
     memory = estimate_run(config, topology)
@@ -116,8 +136,13 @@ def _train(run: Run, config: RunConfig, control: RunControl, resume: bool, log: 
         stack.enter_context(on(topology.drafters[0]))
         stack.enter_context(DeviceSampler(run.metrics, devices))
         with on(first[0]):
-            job = prepare(config, drafter_device=topology.drafters[0], target_device=first[0] if len(first) == 1 else "cpu",
-                          say=log, data=data)
+            job = prepare(
+                config,
+                drafter_device=topology.drafters[0],
+                target_device=first[0] if len(first) == 1 else "cpu",
+                say=log,
+                data=data,
+            )
         if len(first) > 1:
             log(shard_target(job.target, first).describe())
         for line in job.data.report.table().splitlines():
@@ -135,16 +160,25 @@ def _train(run: Run, config: RunConfig, control: RunControl, resume: bool, log: 
             if (warning := same_plan(state, job.planner)) is not None:
                 log(warning)
         protection = stack.enter_context(
-            protected(engine.warmup_jobs(job.planner.step(first_step)) if config.runtime.protect else (),
-                      run_dir=run.path, step_timeout=config.runtime.watchdog_seconds,
-                      on_hang=getattr(engine, "on_hang", None))
+            protected(
+                engine.warmup_jobs(job.planner.step(first_step)) if config.runtime.protect else (),
+                run_dir=run.path,
+                step_timeout=config.runtime.watchdog_seconds,
+                on_hang=getattr(engine, "on_hang", None),
+            )
         )
         for done in protection.warmup.devices if protection.warmup else ():
             run.metrics.write("warmup", device=done.device, seconds=done.seconds, graphs=done.graphs, peak=done.peak_bytes)
         trainer = Trainer(
-            engine, job.planner, config.train, run, control, beat=protection.beat,
+            engine,
+            job.planner,
+            config.train,
+            run,
+            control,
+            beat=protection.beat,
             evaluate=(lambda: evaluate_acceptance(job.drafter, job.source, job.data.held_out_packs))
-            if job.data.held_out_packs else None,
+            if job.data.held_out_packs
+            else None,
             save=lambda step: save_training(run, config, engine, trainer, step),
         )
         if state is not None:
@@ -170,15 +204,18 @@ def open_run(config_path: Path, config: RunConfig, resume: bool, root: Path) -> 
     in_a_run = folder.parent.name == root.name or metrics_path(folder).exists()
     if config_path.name != "config.yaml" or not in_a_run:
         if resume:
-            raise RunError(f"--resume needs the config.yaml of a run folder, which {config_path} is not; give "
-                           "runs/<id>/config.yaml")
+            raise RunError(
+                f"--resume needs the config.yaml of a run folder, which {config_path} is not; give runs/<id>/config.yaml"
+            )
         return start_run(config, root)
     refuse_running(folder)
     records, _ = read_metrics(metrics_path(folder))
     trained = any(record["kind"] == "step" for record in records)
     if trained and not resume:
-        raise RunError(f"{folder} has been trained already; go on with --resume, or copy its config.yaml elsewhere to start "
-                       "a new run from it")
+        raise RunError(
+            f"{folder} has been trained already; go on with --resume, or copy its config.yaml elsewhere to start "
+            "a new run from it"
+        )
     run = Run.open(folder)
     if not any(record["kind"] == "run_start" for record in records):
         environment = environment_summary()

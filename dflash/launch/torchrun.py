@@ -42,8 +42,14 @@ def child_environment() -> dict[str, str]:
     return {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
 
 
-def train_with_torchrun(run: Run, config: RunConfig, control: RunControl | None = None, *, resume: bool = False,
-                        say: Callable[[str], None] | None = None) -> Outcome:
+def train_with_torchrun(
+    run: Run,
+    config: RunConfig,
+    control: RunControl | None = None,
+    *,
+    resume: bool = False,
+    say: Callable[[str], None] | None = None,
+) -> Outcome:
     """Train a run in ranks of this machine; returns when it has ended.
 
     The ranks write the run's record, so live plots follow as they do for a run in this process. Ctrl-C, or a `stop`
@@ -56,8 +62,10 @@ def train_with_torchrun(run: Run, config: RunConfig, control: RunControl | None 
     topology = decide(config.runtime)
     if torch.cuda.is_initialized() or not any(device.type == "cuda" for device in topology.devices):
         refuse_what_does_not_fit(estimate_run(config, topology), config)  # else asking would cost each GPU a context
-    command = torchrun_command(workers(topology), [
-        "-m", "dflash", "train", "--config", str(Path(run.path) / "config.yaml"), *(["--resume"] if resume else [])])
+    command = torchrun_command(
+        workers(topology),
+        ["-m", "dflash", "train", "--config", str(Path(run.path) / "config.yaml"), *(["--resume"] if resume else [])],
+    )
     with locked(run.path):  # rank 0 holds it from here on
         if resume:
             refuse_resume(run.path, config)
@@ -66,10 +74,17 @@ def train_with_torchrun(run: Run, config: RunConfig, control: RunControl | None 
     log_path = Path(run.path) / "torchrun.log"
     with open(log_path, "ab") as log:
         log_start = log.tell()
-        child = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT,
-                                 env={**child_environment(), LAUNCHER: launcher_mark(),  # ranks end when we are killed
-                                      CONTROL: json.dumps(control.handled())},  # a stop while they start is theirs
-                                 start_new_session=True)  # a terminal's Ctrl-C reaches us, and we ask rank 0
+        child = subprocess.Popen(
+            command,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={
+                **child_environment(),
+                LAUNCHER: launcher_mark(),  # ranks end when we are killed
+                CONTROL: json.dumps(control.handled()),
+            },  # a stop while they start is theirs
+            start_new_session=True,
+        )  # a terminal's Ctrl-C reaches us, and we ask rank 0
         try:
             records, _ = _follow(child, run, control, offset, say)
         finally:
@@ -80,8 +95,10 @@ def train_with_torchrun(run: Run, config: RunConfig, control: RunControl | None 
     ended_well = ends and ends[-1]["status"] != "failed" and (not child.returncode or signalled)
     if faults or not ended_well:
         fault = _fault(run, child.returncode, faults, ends, log_path, log_start)
-        raise RunError(f"{fault['worker']}: {fault['type']}: {fault['message']}\n{fault.get('traceback') or ''}"
-                       f"the ranks' output is in {log_path}")
+        raise RunError(
+            f"{fault['worker']}: {fault['type']}: {fault['message']}\n{fault.get('traceback') or ''}"
+            f"the ranks' output is in {log_path}"
+        )
     end = ends[-1]
     return Outcome(end["status"], end.get("step") or 0, end.get("skipped_steps") or 0, end.get("acceptance_length"))
 
@@ -89,8 +106,11 @@ def train_with_torchrun(run: Run, config: RunConfig, control: RunControl | None 
 def _fault(run: Run, code: int | None, faults: list[dict], ends: list[dict], log_path: Path, log_start: int) -> dict:
     """What ended the ranks: the signal that killed one (the others only see it vanish), else what the first failing one
     recorded, else the end of their output. What no rank could record is recorded here."""
-    killed = [line.removeprefix(KILLED) for line in log_path.read_bytes()[log_start:].decode(errors="replace").splitlines()
-              if line.startswith(KILLED)]
+    killed = [
+        line.removeprefix(KILLED)
+        for line in log_path.read_bytes()[log_start:].decode(errors="replace").splitlines()
+        if line.startswith(KILLED)
+    ]
     if not killed and faults:
         return faults[0]
     if killed:
@@ -106,8 +126,9 @@ def _fault(run: Run, code: int | None, faults: list[dict], ends: list[dict], log
     return {"worker": worker, "type": "RunError", "message": message, "traceback": _tail(log_path)}
 
 
-def _follow(child: subprocess.Popen, run: Run, control: RunControl, offset: int,
-            say: Callable[[str], None] | None) -> tuple[list[dict], int]:
+def _follow(
+    child: subprocess.Popen, run: Run, control: RunControl, offset: int, say: Callable[[str], None] | None
+) -> tuple[list[dict], int]:
     """Pass the log on until the child has ended; returns the records that decide how it ended."""
     kept, stopping = [], False
     while True:

@@ -15,7 +15,7 @@ from typing import Any
 PACKAGES = (
     "torch", "transformers", "triton", "safetensors", "accelerate", "gguf", "liger-kernel", "numpy",
     "papermill", "nbconvert", "jupyterlab", "ipykernel", "ipywidgets", "plotly", "matplotlib", "nvidia-ml-py",
-)  # fmt: skip
+)
 
 
 VARIABLES = ("CUDA_VISIBLE", "PYTORCH_", "TORCH", "OMP_NUM", "NCCL_")

@@ -94,7 +94,7 @@ class CpuProbe:
         return {
             "device": "cpu", "allocated": None, "reserved": None, "peak": self._peak or None, "used": used,
             "total": self._total, "utilization": utilization,
-        }  # fmt: skip
+        }
 
 
 class CudaProbe:

@@ -27,8 +27,16 @@ from dflash.target.choices import choose_mask_token_id, default_layer_ids, valid
 from dflash.target.loading import DEFAULT_TARGET, end_token_ids, load_config, load_model, load_tokenizer, resolve_source
 from dflash.target.packed_attention import document_positions
 
-__all__ = ["Features", "Target", "choose_mask_token_id", "default_layer_ids", "group_documents", "load_target",
-           "validate_layer_ids", "validate_mask_token_id"]
+__all__ = [
+    "Features",
+    "Target",
+    "choose_mask_token_id",
+    "default_layer_ids",
+    "group_documents",
+    "load_target",
+    "validate_layer_ids",
+    "validate_mask_token_id",
+]
 
 _SELF_TEST_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6, torch.bfloat16: 0.1, torch.float16: 0.05}
 
@@ -45,9 +53,7 @@ class Features:
     verifier_last_hidden: Tensor
 
     def to(self, *args, **kwargs) -> Features:
-        return Features(
-            self.all_hidden_states.to(*args, **kwargs), self.verifier_last_hidden.to(*args, **kwargs)
-        )
+        return Features(self.all_hidden_states.to(*args, **kwargs), self.verifier_last_hidden.to(*args, **kwargs))
 
     @property
     def nbytes(self) -> int:
@@ -87,15 +93,11 @@ class Target:
         self.config = model.config.get_text_config()
         self.num_layers = len(self.decoder.layers)
         self.layer_ids = validate_layer_ids(
-            default_layer_ids(self.num_layers, min(5, self.num_layers)) if layer_ids is None else layer_ids,
-            self.num_layers,
+            default_layer_ids(self.num_layers, min(5, self.num_layers)) if layer_ids is None else layer_ids, self.num_layers
         )
         # Hooks stay in place; each thread fills its own dict and only while it captures.
         self._captured = threading.local()
-        self._hooks = [
-            self.decoder.layers[index].register_forward_hook(self._make_hook(index))
-            for index in self.layer_ids
-        ]
+        self._hooks = [self.decoder.layers[index].register_forward_hook(self._make_hook(index)) for index in self.layer_ids]
         attention_without_plans()
 
     # -- what others read ------------------------------------------------------------------------------------
@@ -147,9 +149,11 @@ class Target:
         kind = f"{'hybrid' if self.is_hybrid else 'dense'} with {'fast' if self.fast else 'plain'} capture"
         kind += f" ({self.why_plain})" if self.why_plain else ""
         places = dict.fromkeys(str(weight.device) for weight in self.model.parameters())
-        return (f"{self.source}: {type(self.model).__name__}, {kind}, {self.num_layers} layers, {count / 1e6:,.1f}M "
-                f"weights, {self.memory_bytes / 1e6:,.0f} MB as {str(self.dtype).removeprefix('torch.')}{self.note} on "
-                f"{', '.join(places)}; captured layers {', '.join(map(str, self.layer_ids))}")
+        return (
+            f"{self.source}: {type(self.model).__name__}, {kind}, {self.num_layers} layers, {count / 1e6:,.1f}M "
+            f"weights, {self.memory_bytes / 1e6:,.0f} MB as {str(self.dtype).removeprefix('torch.')}{self.note} on "
+            f"{', '.join(places)}; captured layers {', '.join(map(str, self.layer_ids))}"
+        )
 
     def close(self) -> None:
         """Remove the hooks; the model is as it was before."""
@@ -207,8 +211,7 @@ class Target:
 
     @torch.no_grad()
     def capture(
-        self, input_ids: Tensor, lengths: Tensor | None = None, position_ids: Tensor | None = None,
-        last_hidden: bool = True,
+        self, input_ids: Tensor, lengths: Tensor | None = None, position_ids: Tensor | None = None, last_hidden: bool = True
     ) -> Features:
         """Features of one pack, each document on its own.
 
@@ -233,8 +236,11 @@ class Target:
         starts = [0, *accumulate(sizes)]
         width, hidden = len(self.layer_ids), self.hidden_size
         features = torch.zeros(1, total, width * hidden, dtype=self.dtype, device=self.device)
-        last_states = (torch.zeros(1, total, hidden, dtype=self.dtype, device=self.device) if last_hidden else
-                       features.new_zeros(1, 1, 1).expand(1, total, hidden))
+        last_states = (
+            torch.zeros(1, total, hidden, dtype=self.dtype, device=self.device)
+            if last_hidden
+            else features.new_zeros(1, 1, 1).expand(1, total, hidden)
+        )
         if self.fast is not None and sizes:
             self.fast.run(ids[0], sizes, features[0], last_states[0] if last_hidden else None)
             return Features(features, last_states)
@@ -267,18 +273,12 @@ class Target:
         split = length // 3
         features = self.capture(ids, torch.tensor([split, length - split]))
         own = torch.cat(
-            [
-                self.model(input_ids=part, use_cache=False).logits.float()
-                for part in (ids[:, :split], ids[:, split:])
-            ],
-            dim=1,
+            [self.model(input_ids=part, use_cache=False).logits.float() for part in (ids[:, :split], ids[:, split:])], dim=1
         )
         head = self.head_weight  # on another device than the embedding where the target is spread
         ours = torch.nn.functional.linear(features.verifier_last_hidden.to(head.device), head).float().to(own.device)
         if ours.shape != own.shape:
-            raise TargetError(
-                f"target self-test: the head gives {ours.shape[-1]} logits, the target {own.shape[-1]}"
-            )
+            raise TargetError(f"target self-test: the head gives {ours.shape[-1]} logits, the target {own.shape[-1]}")
         difference = float((ours - own).abs().max() / own.std().clamp_min(1e-6))
         if not difference <= _SELF_TEST_TOLERANCE.get(self.dtype, 0.1):  # also true for NaN
             raise TargetError(
@@ -319,8 +319,7 @@ def _check_positions(position_ids: Tensor | None, sizes: list[int], total: int) 
     if not torch.equal(got, wanted):
         at = int((got != wanted).nonzero()[0])
         raise TargetError(
-            f"position_ids[{at}] is {int(got[at])}; wanted {int(wanted[at])}, since positions "
-            "restart at 0 in every document"
+            f"position_ids[{at}] is {int(got[at])}; wanted {int(wanted[at])}, since positions restart at 0 in every document"
         )
 
 

@@ -11,9 +11,7 @@ def default_layer_ids(num_layers: int, count: int = 5) -> list[int]:
     64 layers and 5 ids give [1, 16, 31, 46, 61]. Fewer layers than that needs: spread over all of them.
     """
     if not 1 <= count <= num_layers:
-        raise TargetError(
-            f"asked for {count} captured layers of a target with {num_layers}; wanted 1 to {num_layers}"
-        )
+        raise TargetError(f"asked for {count} captured layers of a target with {num_layers}; wanted 1 to {num_layers}")
     if count == 1:
         return [num_layers // 2]
     first, last = (1, num_layers - 3) if num_layers - 3 >= count else (0, num_layers - 1)
@@ -64,9 +62,7 @@ def validate_mask_token_id(mask_token_id: int, tokenizer, vocab_size: int, end_i
     if isinstance(mask_token_id, bool) or not isinstance(mask_token_id, int):
         raise TargetError(f"mask_token_id is {mask_token_id!r}; wanted an integer")
     if not 0 <= mask_token_id < vocab_size:
-        raise TargetError(
-            f"mask_token_id {mask_token_id} is outside the embedding, which has {vocab_size} rows"
-        )
+        raise TargetError(f"mask_token_id {mask_token_id} is outside the embedding, which has {vocab_size} rows")
     roles = {f"end token {index}": index for index in end_ids}
     for role in ("pad", "eos", "bos"):
         roles[f"{role} token"] = getattr(tokenizer, f"{role}_token_id", None)

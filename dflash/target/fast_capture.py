@@ -95,15 +95,20 @@ class FastCapture:
         self.target = target
         size, device = target.hidden_size, target.device
         self.norms = [
-            (_effective_weight(layer.input_layernorm, size, device),
-             _effective_weight(layer.post_attention_layernorm, size, device))
+            (
+                _effective_weight(layer.input_layernorm, size, device),
+                _effective_weight(layer.post_attention_layernorm, size, device),
+            )
             for layer in target.decoder.layers
         ]
         self.final_norm = _effective_weight(target.decoder.norm, size, device)
         self.head_norms = [
-            tuple(_effective_weight(n, layer.self_attn.head_dim, device) for n in
-                  (layer.self_attn.q_norm, layer.self_attn.k_norm))
-            if hasattr(getattr(layer, "self_attn", None), "q_norm") else (None, None)
+            tuple(
+                _effective_weight(n, layer.self_attn.head_dim, device)
+                for n in (layer.self_attn.q_norm, layer.self_attn.k_norm)
+            )
+            if hasattr(getattr(layer, "self_attn", None), "q_norm")
+            else (None, None)
             for layer in target.decoder.layers
         ]
         self.eps = target.config.rms_norm_eps
@@ -155,8 +160,11 @@ class FastCapture:
         qkv, gate = layer.in_proj_qkv(y), layer.in_proj_z(y)
         weight = layer.conv1d.weight[:, 0]
         parts, start = [], 0
-        for width, d in ((layer.key_dim, layer.head_k_dim), (layer.key_dim, layer.head_k_dim),
-                         (layer.value_dim, layer.head_v_dim)):
+        for width, d in (
+            (layer.key_dim, layer.head_k_dim),
+            (layer.key_dim, layer.head_k_dim),
+            (layer.value_dim, layer.head_v_dim),
+        ):
             out = torch.empty(y.shape[0], width, dtype=y.dtype, device=y.device)
             target_ops.conv_silu(qkv[:, start : start + width], weight[start : start + width], positions, out)
             parts.append(out.view(1, y.shape[0], -1, d))
@@ -165,8 +173,9 @@ class FastCapture:
         beta = layer.in_proj_b(y).sigmoid()
         out = self.rule(*parts, decay[None], beta[None], documents)
         norm = layer.norm
-        out = target_ops.gated_norm(out.reshape(-1, layer.head_v_dim), gate.view(-1, layer.head_v_dim), norm.weight,
-                                    norm.variance_epsilon)
+        out = target_ops.gated_norm(
+            out.reshape(-1, layer.head_v_dim), gate.view(-1, layer.head_v_dim), norm.weight, norm.variance_epsilon
+        )
         return layer.out_proj(out.view(y.shape[0], -1))
 
     def _full(self, layer: nn.Module, norms: tuple, y: Tensor, documents: Documents, rotary: tuple) -> Tensor:
@@ -261,9 +270,12 @@ def _delta_rule(target: Target):
         repeats = v.shape[2] // q.shape[2]
         q, k = (x.repeat_interleave(repeats, 2) for x in (q, k))
         pieces = zip(*(x.split(documents.sizes, 1) for x in (q, k, v, decay, beta)), strict=True)
-        return torch.cat([
-            module.torch_chunk_gated_delta_rule(*piece[:3], g=piece[3], beta=piece[4], use_qk_l2norm_in_kernel=True)[0]
-            for piece in pieces
-        ], 1)
+        return torch.cat(
+            [
+                module.torch_chunk_gated_delta_rule(*piece[:3], g=piece[3], beta=piece[4], use_qk_l2norm_in_kernel=True)[0]
+                for piece in pieces
+            ],
+            1,
+        )
 
     return reference

@@ -35,9 +35,17 @@ def obstacle(target: Target) -> str | None:
         if not _has(layer, *NORMS, "mlp") or not _has(layer.mlp, *MLP_PARTS):
             return f"layer {index} has not the norms and the gated MLP of a Llama or Qwen"
     if any(hasattr(layer, "linear_attn") for layer in layers):
-        return next((f"layer {index} is neither gated attention nor a gated delta rule" for index, layer in
-                     enumerate(layers) if not (_has(getattr(layer, "linear_attn", None), *LINEAR_PARTS)
-                     or _has(getattr(layer, "self_attn", None), *ATTENTION_PARTS, *HEAD_NORMS))), None)
+        return next(
+            (
+                f"layer {index} is neither gated attention nor a gated delta rule"
+                for index, layer in enumerate(layers)
+                if not (
+                    _has(getattr(layer, "linear_attn", None), *LINEAR_PARTS)
+                    or _has(getattr(layer, "self_attn", None), *ATTENTION_PARTS, *HEAD_NORMS)
+                )
+            ),
+            None,
+        )
     return _dense_obstacle(target)
 
 
@@ -91,7 +99,10 @@ def _layer_obstacle(layer: nn.Module, heads: int, kv_heads: int) -> str | None:
     if d & (d - 1):
         return f"has heads of {d} features, which is no power of two"
     if hasattr(attention, "q_norm") != hasattr(attention, "k_norm") or any(
-            tuple(w.shape) != (d,) for name in HEAD_NORMS if hasattr(attention, name)
-            for w in getattr(attention, name).parameters()):
+        tuple(w.shape) != (d,)
+        for name in HEAD_NORMS
+        if hasattr(attention, name)
+        for w in getattr(attention, name).parameters()
+    ):
         return "has q/k norms over other than a head's features"
     return None

@@ -44,20 +44,25 @@ class OnlineFeatures:
     `last_hidden` False is for hard labels: `verifier_last_hidden` is zeros, and no layer past the last captured one runs.
     """
 
-    def __init__(self, target: Target, dtype: torch.dtype | None = None, device: torch.device | str | None = None,
-                 last_hidden: bool = True):
+    def __init__(
+        self,
+        target: Target,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        last_hidden: bool = True,
+    ):
         self.target, self.dtype, self.device, self.last_hidden = target, dtype, device, last_hidden
         self._lock = threading.Lock()
 
     def get(self, pack: Pack) -> Features:
         with self._lock:  # one forward at a time: two would only share the same device and twice its memory
-            features = self.target.capture(pack.input_ids.unsqueeze(0), pack.lengths, pack.position_ids,
-                                           last_hidden=self.last_hidden)
+            features = self.target.capture(
+                pack.input_ids.unsqueeze(0), pack.lengths, pack.position_ids, last_hidden=self.last_hidden
+            )
         check_features(features, pack, self.target)
         device, dtype = self.device or self.target.device, self.dtype or self.target.dtype
         hidden, last = features.all_hidden_states.to(device, dtype), features.verifier_last_hidden
-        return Features(hidden, last.to(device, dtype) if self.last_hidden else
-                        hidden.new_zeros(1, 1, 1).expand(last.shape))
+        return Features(hidden, last.to(device, dtype) if self.last_hidden else hidden.new_zeros(1, 1, 1).expand(last.shape))
 
     def close(self) -> None:
         pass
@@ -94,9 +99,16 @@ class CachedFeatures:
         storage: where rows are kept in memory ("cpu", or the drafter's GPU where that has the room).
     """
 
-    def __init__(self, target: Target, max_bytes: int, directory: str | Path | None = None,
-                 dtype: torch.dtype = torch.bfloat16, keep_last_hidden: bool = True,
-                 device: torch.device | str | None = None, storage: torch.device | str = "cpu"):
+    def __init__(
+        self,
+        target: Target,
+        max_bytes: int,
+        directory: str | Path | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+        keep_last_hidden: bool = True,
+        device: torch.device | str | None = None,
+        storage: torch.device | str = "cpu",
+    ):
         if max_bytes < 0:
             raise ConfigError(f"feature cache bound is {max_bytes} bytes; wanted 0 or more")
         self.target, self.max_bytes, self.dtype = target, max_bytes, dtype
@@ -181,9 +193,11 @@ class CachedFeatures:
         total, hidden = len(pack.input_ids), self.target.hidden_size
         width = len(self.target.layer_ids) * hidden
         if rows.shape[0] != pack.num_tokens or rows.shape[1] != width + self.keep_last_hidden * hidden:
-            raise TargetError(f"cached features have shape {tuple(rows.shape)}; wanted "
-                              f"({pack.num_tokens}, {width + self.keep_last_hidden * hidden}) for pack "
-                              f"{pack.pack_id}: delete {self._folder or 'the cache'}")
+            raise TargetError(
+                f"cached features have shape {tuple(rows.shape)}; wanted "
+                f"({pack.num_tokens}, {width + self.keep_last_hidden * hidden}) for pack "
+                f"{pack.pack_id}: delete {self._folder or 'the cache'}"
+            )
         rows = rows.to(self.device or rows.device)
         features = rows.new_zeros(1, total, width)
         features[0, : pack.num_tokens] = rows[:, :width]
@@ -197,11 +211,15 @@ class CachedFeatures:
 def check_features(features: Features, pack: Pack, target: Target) -> None:
     """Refuse features whose rows are not the pack's tokens: paired all the same, labels would be shifted."""
     total, hidden, width = len(pack.input_ids), target.hidden_size, len(target.layer_ids)
-    for name, value, last in (("all_hidden_states", features.all_hidden_states, width * hidden),
-                              ("verifier_last_hidden", features.verifier_last_hidden, hidden)):
+    for name, value, last in (
+        ("all_hidden_states", features.all_hidden_states, width * hidden),
+        ("verifier_last_hidden", features.verifier_last_hidden, hidden),
+    ):
         if tuple(value.shape) != (1, total, last):
-            raise TargetError(f"{name} of pack {pack.pack_id} has shape {tuple(value.shape)}; the pack has {total} "
-                              f"tokens, so wanted (1, {total}, {last})")
+            raise TargetError(
+                f"{name} of pack {pack.pack_id} has shape {tuple(value.shape)}; the pack has {total} "
+                f"tokens, so wanted (1, {total}, {last})"
+            )
 
 
 def pack_key(pack: Pack) -> str:
@@ -211,9 +229,15 @@ def pack_key(pack: Pack) -> str:
     return digest.hexdigest()[:32]
 
 
-def make_source(target: Target, packs: list[Pack], mode: str = "auto", max_bytes: int = 4 * 2**30,
-                directory: str | Path | None = None, **options) -> FeatureSource:
-    """"offline" keeps features (within `max_bytes`), "online" never does, "auto" keeps them if all packs fit."""
+def make_source(
+    target: Target,
+    packs: list[Pack],
+    mode: str = "auto",
+    max_bytes: int = 4 * 2**30,
+    directory: str | Path | None = None,
+    **options,
+) -> FeatureSource:
+    """ "offline" keeps features (within `max_bytes`), "online" never does, "auto" keeps them if all packs fit."""
     if mode not in ("auto", "offline", "online"):
         raise ConfigError(f"features is '{mode}'; wanted auto, offline or online")
     device = options.pop("device", None)

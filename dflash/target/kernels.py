@@ -15,8 +15,18 @@ CHANNELS = 128
 
 # Lengths change with the data and must not make new variants of the kernels.
 @triton.jit(do_not_specialize=["length"])
-def _conv_silu(x_ptr, weight_ptr, position_ptr, out_ptr, length, x_row, out_row, WIDTH: tl.constexpr,
-               TIME: tl.constexpr, CHANNELS: tl.constexpr):
+def _conv_silu(
+    x_ptr,
+    weight_ptr,
+    position_ptr,
+    out_ptr,
+    length,
+    x_row,
+    out_row,
+    WIDTH: tl.constexpr,
+    TIME: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
     time = tl.program_id(0) * TIME + tl.arange(0, TIME)
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     exists = time < length
@@ -42,7 +52,16 @@ def conv_silu(x: Tensor, weight: Tensor, positions: Tensor, out: Tensor) -> None
     length, channels = out.shape
     block = min(CHANNELS, channels)
     _conv_silu[(triton.cdiv(length, TIME), channels // block)](
-        x, weight, positions, out, length, x.stride(0), out.stride(0), WIDTH=weight.shape[1], TIME=TIME, CHANNELS=block,
+        x,
+        weight,
+        positions,
+        out,
+        length,
+        x.stride(0),
+        out.stride(0),
+        WIDTH=weight.shape[1],
+        TIME=TIME,
+        CHANNELS=block,
         num_warps=4,
     )
 
@@ -70,8 +89,23 @@ def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 @triton.jit(do_not_specialize=["length"])
-def _norm_partial_rotary(x_ptr, weight_ptr, cos_ptr, sin_ptr, out_ptr, length, x_row, x_head, out_row, out_head, eps,
-                         NORM: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, ROTARY: tl.constexpr):
+def _norm_partial_rotary(
+    x_ptr,
+    weight_ptr,
+    cos_ptr,
+    sin_ptr,
+    out_ptr,
+    length,
+    x_row,
+    x_head,
+    out_row,
+    out_head,
+    eps,
+    NORM: tl.constexpr,
+    ROWS: tl.constexpr,
+    D: tl.constexpr,
+    ROTARY: tl.constexpr,
+):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     head = tl.program_id(1)
     keep = (row < length)[:, None]
@@ -102,7 +136,21 @@ def norm_partial_rotary(x: Tensor, weight: Tensor | None, cos: Tensor, sin: Tens
     length, heads, d = x.shape
     out = torch.empty(length, heads, d, dtype=x.dtype, device=x.device)
     _norm_partial_rotary[(triton.cdiv(length, 16), heads)](
-        x, x if weight is None else weight, cos, sin, out, length, x.stride(0), x.stride(1), out.stride(0), out.stride(1),
-        eps, NORM=weight is not None, ROWS=16, D=d, ROTARY=2 * cos.shape[1], num_warps=4,
+        x,
+        x if weight is None else weight,
+        cos,
+        sin,
+        out,
+        length,
+        x.stride(0),
+        x.stride(1),
+        out.stride(0),
+        out.stride(1),
+        eps,
+        NORM=weight is not None,
+        ROWS=16,
+        D=d,
+        ROTARY=2 * cos.shape[1],
+        num_warps=4,
     )
     return out

@@ -74,12 +74,11 @@ def resolve_source(name: str | Path) -> Source:
     if path.exists() or path.is_absolute() or text.startswith((".", "~")) or text.count("/") != 1:
         near = difflib.get_close_matches(text.lower(), [DEFAULT_TARGET], n=1, cutoff=0.5)
         hint = (
-            f"did you mean '{near[0]}'?" if near else "give 'smollm2', a folder, a .gguf file, a hub id, or "
-            f"random:SHAPE ({', '.join(SHAPES)})"
+            f"did you mean '{near[0]}'?"
+            if near
+            else f"give 'smollm2', a folder, a .gguf file, a hub id, or random:SHAPE ({', '.join(SHAPES)})"
         )
-        raise TargetError(
-            f"target '{text}' is neither a model folder nor a hub id of the form owner/name; {hint}"
-        )
+        raise TargetError(f"target '{text}' is neither a model folder nor a hub id of the form owner/name; {hint}")
     return Source(text, text)
 
 
@@ -139,8 +138,9 @@ def _no_bars() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def load_model(source: Source, dtype: torch.dtype, attention: str = "sdpa",
-               device: torch.device | str = "cpu") -> torch.nn.Module:
+def load_model(
+    source: Source, dtype: torch.dtype, attention: str = "sdpa", device: torch.device | str = "cpu"
+) -> torch.nn.Module:
     """Load the causal language model and move it to its device; a weight that the file lacks stops the run. A random one
     is made on its device."""
     if source.random:
@@ -207,14 +207,10 @@ def _explain(source: Source, error: Exception) -> str:
             f"causal language model ({text}). Upgrade transformers, or convert the model"
         )
     if "trust_remote_code" in str(error):
-        return (
-            f"{where} ships its own code, which is never run here; use a model that transformers has built in"
-        )
+        return f"{where} ships its own code, which is never run here; use a model that transformers has built in"
     if isinstance(error, OSError) and source.gguf_file is None and not Path(source.location).is_dir():
         return f"{where} is no local folder and could not be fetched from the hub ({text})"
-    return f"{where} could not be loaded ({text})" + (
-        f"; its architecture is '{architecture}'" if architecture else ""
-    )
+    return f"{where} could not be loaded ({text})" + (f"; its architecture is '{architecture}'" if architecture else "")
 
 
 def _architecture(source: Source) -> str | None:

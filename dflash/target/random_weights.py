@@ -28,18 +28,49 @@ _SEED = 0
 _QWEN = dict(tie_word_embeddings=False, bos_token_id=None, eos_token_id=None)
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3.6-27b": dict(
-        vocab_size=248320, hidden_size=5120, intermediate_size=17408, num_hidden_layers=64, num_attention_heads=24,
-        num_key_value_heads=4, head_dim=256, linear_num_key_heads=16, linear_num_value_heads=48,
-        linear_key_head_dim=128, linear_value_head_dim=128, max_position_embeddings=262144,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}, **_QWEN),
+        vocab_size=248320,
+        hidden_size=5120,
+        intermediate_size=17408,
+        num_hidden_layers=64,
+        num_attention_heads=24,
+        num_key_value_heads=4,
+        head_dim=256,
+        linear_num_key_heads=16,
+        linear_num_value_heads=48,
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
+        max_position_embeddings=262144,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+        **_QWEN,
+    ),
     "tiny-hybrid": dict(
-        vocab_size=300, hidden_size=64, intermediate_size=96, num_hidden_layers=8, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16,
-        linear_value_head_dim=16, max_position_embeddings=4096, **_QWEN),
+        vocab_size=300,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=8,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=16,
+        linear_value_head_dim=16,
+        max_position_embeddings=4096,
+        **_QWEN,
+    ),
     "tiny": dict(
-        vocab_size=300, hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, max_position_embeddings=4096, tie_word_embeddings=False, bos_token_id=None,
-        eos_token_id=None),
+        vocab_size=300,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=4096,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=None,
+    ),
 }
 _DENSE = ("tiny",)
 MOST_LAYERS = 1000  # counting the weights of more takes minutes
@@ -58,9 +89,11 @@ def random_config(name: str) -> Any:
     """The transformers config of `random:SHAPE[@LAYERS]`. Raises TargetError for a shape that is not known."""
     found = re.fullmatch(r"([^@]+)(?:@([0-9]+))?", name.lower().removeprefix(PREFIX))
     if found is None or found[1] not in SHAPES or (found[2] is not None and not 1 <= int(found[2]) <= MOST_LAYERS):
-        raise TargetError(f"target '{name}' is no random target; wanted {PREFIX}SHAPE with SHAPE one of "
-                          f"{', '.join(SHAPES)}, and if not all layers are wanted their number, 1 to {MOST_LAYERS}, as in "
-                          f"{PREFIX}tiny@2")
+        raise TargetError(
+            f"target '{name}' is no random target; wanted {PREFIX}SHAPE with SHAPE one of "
+            f"{', '.join(SHAPES)}, and if not all layers are wanted their number, 1 to {MOST_LAYERS}, as in "
+            f"{PREFIX}tiny@2"
+        )
     sizes = dict(SHAPES[found[1]])
     if found[2] is not None:
         sizes["num_hidden_layers"] = int(found[2])
@@ -71,8 +104,9 @@ def random_config(name: str) -> Any:
     try:
         from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
     except ImportError as error:
-        raise TargetError(f"target '{name}' needs a transformers with Qwen3.5 models ({error}); install "
-                          "transformers>=5.2") from error
+        raise TargetError(
+            f"target '{name}' needs a transformers with Qwen3.5 models ({error}); install transformers>=5.2"
+        ) from error
     return Qwen3_5TextConfig(**sizes)
 
 
@@ -129,8 +163,7 @@ def _fill(weight: Tensor, key: str, layers: int) -> Tensor:
     return weight
 
 
-def _uniform(key: str, shape: torch.Size, bound: float, device: torch.device, dtype: torch.dtype,
-             begin: int = 0) -> Tensor:
+def _uniform(key: str, shape: torch.Size, bound: float, device: torch.device, dtype: torch.dtype, begin: int = 0) -> Tensor:
     """Values in [-bound, bound) that depend on the key and the element's index alone, the same on every device.
 
     Products stay below 2 ** 63, so no integer wraps; 24 bits of the hash make a float32 exactly.

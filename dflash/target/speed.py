@@ -50,11 +50,16 @@ def preflight(target: Target, tokens: int = 1024, repeats: int = 2) -> TargetSpe
     fast = has_fast_kernels() and target.device.type == "cuda"
     kinds = target.config.layer_types
     linear = sum(kind not in ("full_attention", "sliding_attention", "chunked_attention") for kind in kinds)
-    cure = ("install it for the fast kernels: pip install flash-linear-attention" if target.device.type == "cuda"
-            else "its kernels need a GPU")
-    message = (f"target '{target.source}' is hybrid ({linear} of {len(kinds)} layers keep a recurrent state) and runs "
-               f"without flash-linear-attention at {rate:,.0f} tokens/s on {target.device}; {cure}. Features are the "
-               "same either way")
+    cure = (
+        "install it for the fast kernels: pip install flash-linear-attention"
+        if target.device.type == "cuda"
+        else "its kernels need a GPU"
+    )
+    message = (
+        f"target '{target.source}' is hybrid ({linear} of {len(kinds)} layers keep a recurrent state) and runs "
+        f"without flash-linear-attention at {rate:,.0f} tokens/s on {target.device}; {cure}. Features are the "
+        "same either way"
+    )
     return TargetSpeed(rate, tokens, fast, None if fast else message)
 
 

@@ -26,8 +26,10 @@ def device_map(target: Target, devices: Sequence[torch.device]) -> dict[str, tor
     """
     decoder, layers = target.decoder, target.decoder.layers
     if len(devices) > len(layers):
-        raise ConfigError(f"gpus_per_target={len(devices)} spreads the target over more devices than its {len(layers)} "
-                          f"layers; use gpus_per_target={len(layers)} or less")
+        raise ConfigError(
+            f"gpus_per_target={len(devices)} spreads the target over more devices than its {len(layers)} "
+            f"layers; use gpus_per_target={len(layers)} or less"
+        )
     head, embedding = target.model.get_output_embeddings(), target.model.get_input_embeddings()
     tied = head is not None and head.weight is embedding.weight
     last = [decoder.norm] if hasattr(decoder, "norm") else []
@@ -79,14 +81,17 @@ def shard_target(target: Target, devices: Sequence[torch.device]) -> Target:
             continue
         need, free = _bytes_on(target.model, plan, device), torch.cuda.mem_get_info(device)[0]
         if need > _ROOM * free:
-            raise ConfigError(f"{device} has {free / 2**30:.1f} GiB free, its part of the target takes {need / 2**30:.1f}; "
-                              f"spread the target over more GPUs (gpus_per_target, now {len(devices)}), or keep drafters "
-                              "off them (gpus, target_gpus)")
+            raise ConfigError(
+                f"{device} has {free / 2**30:.1f} GiB free, its part of the target takes {need / 2**30:.1f}; "
+                f"spread the target over more GPUs (gpus_per_target, now {len(devices)}), or keep drafters "
+                "off them (gpus, target_gpus)"
+            )
     target.fast = None  # it reads the layers where the embedding lies
     target.why_plain = "the target is spread over devices"
     names = {device: device.index if device.type == "cuda" else "cpu" for device in devices}
-    dispatch_model(target.model, {part: names[device] for part, device in plan.items()}, main_device=names[devices[0]],
-                   force_hooks=True)
+    dispatch_model(
+        target.model, {part: names[device] for part, device in plan.items()}, main_device=names[devices[0]], force_hooks=True
+    )
     with torch.cuda.device(devices[0]) if devices[0].type == "cuda" else nullcontext():
         target.self_test()
     return target

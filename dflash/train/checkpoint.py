@@ -40,9 +40,17 @@ def checkpoint_folder(run_path: str | Path, step: int) -> Path:
     return Path(run_path) / "checkpoints" / f"step-{step:08d}"
 
 
-def save_checkpoint(run_path: str | Path, step: int, drafter: DFlashDrafter, target_name: str, state: Mapping[str, Any],
-                    keep: int = 2, protect: int | None = None, facts: Mapping[str, Any] | None = None,
-                    write_shards: Callable[[Path], None] | None = None) -> Path:
+def save_checkpoint(
+    run_path: str | Path,
+    step: int,
+    drafter: DFlashDrafter,
+    target_name: str,
+    state: Mapping[str, Any],
+    keep: int = 2,
+    protect: int | None = None,
+    facts: Mapping[str, Any] | None = None,
+    write_shards: Callable[[Path], None] | None = None,
+) -> Path:
     """Write the checkpoint of `step` and drop all but the newest `keep` complete ones and the best.
 
     Args:
@@ -131,8 +139,10 @@ def latest_checkpoint(run_path: str | Path) -> Path:
         return complete[-1][1]
     torn = [p.name for p in (Path(run_path) / "checkpoints").glob("*") if p.is_dir()]
     more = f"; incomplete: {', '.join(sorted(torn))}" if torn else ""
-    raise ResumeError(f"{run_path} holds no complete checkpoint{more}; train on from another run, or start this one anew "
-                      "under another run_id")
+    raise ResumeError(
+        f"{run_path} holds no complete checkpoint{more}; train on from another run, or start this one anew "
+        "under another run_id"
+    )
 
 
 def checkpoint_facts(folder: str | Path) -> dict[str, Any]:
@@ -167,8 +177,9 @@ def load_trainer_state(folder: str | Path, whole: bool = True) -> dict[str, Any]
     return state
 
 
-def newest_state(run_path: str | Path, whole: bool = True, say: Callable[[str], None] = lambda line: None
-                 ) -> tuple[Path, dict[str, Any]]:
+def newest_state(
+    run_path: str | Path, whole: bool = True, say: Callable[[str], None] = lambda line: None
+) -> tuple[Path, dict[str, Any]]:
     """The newest checkpoint whose state can be read, and its state; one that is complete by its sizes and cannot be read
     is passed over and said.
 
@@ -187,8 +198,10 @@ def newest_state(run_path: str | Path, whole: bool = True, say: Callable[[str], 
         except Exception as error:  # whatever torch says to bytes that are not its own
             damaged.append(folder.name)
             say(f"passed over, damaged: {folder.name} ({type(error).__name__}: {' '.join(str(error).split())[:120]})")
-    raise ResumeError(f"no checkpoint of {run_path} can be read: {', '.join(damaged)}; start the run anew under another "
-                      "run_id, with start_from one of them if its drafter.safetensors is whole")
+    raise ResumeError(
+        f"no checkpoint of {run_path} can be read: {', '.join(damaged)}; start the run anew under another "
+        "run_id, with start_from one of them if its drafter.safetensors is whole"
+    )
 
 
 def prune(run_path: str | Path, keep: int, protect: int | None = None) -> None:

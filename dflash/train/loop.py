@@ -47,9 +47,18 @@ class Trainer:
         beat: called after each completed step (the watchdog's).
     """
 
-    def __init__(self, engine: Engine, planner: Planner, options: TrainOptions, run: Run, control: RunControl, *,
-                 evaluate: Callable[[], dict] | None, save: Callable[[int], object],
-                 beat: Callable[[], None] = lambda: None):
+    def __init__(
+        self,
+        engine: Engine,
+        planner: Planner,
+        options: TrainOptions,
+        run: Run,
+        control: RunControl,
+        *,
+        evaluate: Callable[[], dict] | None,
+        save: Callable[[int], object],
+        beat: Callable[[], None] = lambda: None,
+    ):
         self.engine, self.planner, self.options = engine, planner, options
         self.run, self.control = run, control
         self._evaluate, self._save, self._beat = evaluate, save, beat
@@ -111,15 +120,21 @@ class Trainer:
     def _at_boundary(self) -> bool:
         """Do what the buttons ask for between two steps; False when the run is to stop."""
         here = self.done
-        going_on = self.control.at_step(checkpoint=lambda: self.try_save(here), evaluate=lambda: self.evaluate(here),
-                                        heartbeat=self._beat)
+        going_on = self.control.at_step(
+            checkpoint=lambda: self.try_save(here), evaluate=lambda: self.evaluate(here), heartbeat=self._beat
+        )
         self._clock = time.perf_counter()  # a pause is no part of a step
         self._beat()
         return going_on
 
     def state_dict(self) -> dict:
-        return {"asked": self.options.steps, "total": self.total, "skipped": self.skipped, "acceptance": self.acceptance,
-                "evaluated": self.evaluated}
+        return {
+            "asked": self.options.steps,
+            "total": self.total,
+            "skipped": self.skipped,
+            "acceptance": self.acceptance,
+            "evaluated": self.evaluated,
+        }
 
     def load_state_dict(self, state: dict) -> None:
         if state["asked"] == self.options.steps:  # else more or fewer steps are wanted now
@@ -156,8 +171,10 @@ class Trainer:
         try:
             self.save(step)
         except RunError as error:
-            self._log("error", f"{error}. Training goes on; the next checkpoint is due within "
-                               f"{self.options.checkpoint_every} steps")
+            self._log(
+                "error",
+                f"{error}. Training goes on; the next checkpoint is due within {self.options.checkpoint_every} steps",
+            )
             print(error, file=sys.stderr)
 
     def _log(self, level: str, message: str) -> None:
@@ -172,14 +189,26 @@ class Trainer:
             reason = _skip_reason(plan, fields["loss"], norm)
             self.skipped += reason is not None
             self.run.metrics.write(
-                "step", step=plan.step, epoch=plan.items[-1].epoch, pack_ids=[i.pack.pack_id for i in plan.items],
-                lr=lr, grad_norm=norm, tokens=plan.tokens, tokens_per_second=plan.tokens / seconds,
-                step_seconds=seconds, skipped=reason is not None, reason=reason, **fields,
+                "step",
+                step=plan.step,
+                epoch=plan.items[-1].epoch,
+                pack_ids=[i.pack.pack_id for i in plan.items],
+                lr=lr,
+                grad_norm=norm,
+                tokens=plan.tokens,
+                tokens_per_second=plan.tokens / seconds,
+                step_seconds=seconds,
+                skipped=reason is not None,
+                reason=reason,
+                **fields,
             )
             if reason is not None and plan.denominator > 0:
-                self._log("warning", f"step {plan.step} changed nothing: {reason}. Packs "
-                                     f"{[i.pack.pack_id for i in plan.items]}; their anchors follow from the settings and "
-                                     f"the step. Look at it: {self._replay(plan.step)}")
+                self._log(
+                    "warning",
+                    f"step {plan.step} changed nothing: {reason}. Packs "
+                    f"{[i.pack.pack_id for i in plan.items]}; their anchors follow from the settings and "
+                    f"the step. Look at it: {self._replay(plan.step)}",
+                )
             if not finite:
                 names = [n for n, p in self.engine.replica.drafter.named_parameters() if p.requires_grad]
                 bad = self.engine.replica.optimizer.first_non_finite(names)
@@ -201,8 +230,11 @@ class Trainer:
         self.total = max(self.done, min(self.total, fit))
         self.run.metrics.write("plan", steps=self.total)
         if self.total < self.options.steps:
-            self._log("info", f"{self.options.max_minutes:g} minutes hold {self.total} of {self.options.steps} steps at "
-                              f"{seconds:.2f} s a step")
+            self._log(
+                "info",
+                f"{self.options.max_minutes:g} minutes hold {self.total} of {self.options.steps} steps at "
+                f"{seconds:.2f} s a step",
+            )
 
 
 def _due(step: int, every: int) -> bool:

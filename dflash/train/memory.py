@@ -63,8 +63,13 @@ def count_parameters(target_config: Any) -> tuple[int, int]:
     return sum(p.numel() for p in model.parameters()), model.get_input_embeddings().weight.numel()
 
 
-def estimate(config: RunConfig, drafter_config: DrafterConfig, target_config: Any, topology: Topology,
-             have: dict[torch.device, int] | None = None) -> dict[torch.device, DeviceMemory]:
+def estimate(
+    config: RunConfig,
+    drafter_config: DrafterConfig,
+    target_config: Any,
+    topology: Topology,
+    have: dict[torch.device, int] | None = None,
+) -> dict[torch.device, DeviceMemory]:
     """Memory by device.
 
     Args:
@@ -83,8 +88,11 @@ def estimate(config: RunConfig, drafter_config: DrafterConfig, target_config: An
             copies = device.type != "cpu" or on_cpu == 0  # targets on the CPU share their weights
             on_cpu += device.type == "cpu"
             found[device].add("target", copies * weights * target_dtype.itemsize / len(devices))
-            found[device].add("capture", _capture_bytes(target_config, tokens, target_dtype.itemsize)
-                              + 2 * tokens * (captured + 1) * hidden * target_dtype.itemsize)  # each works on whole states
+            found[device].add(
+                "capture",
+                _capture_bytes(target_config, tokens, target_dtype.itemsize)
+                + 2 * tokens * (captured + 1) * hidden * target_dtype.itemsize,
+            )  # each works on whole states
     for device in topology.drafters:
         dtype = compute_dtype(config.train.dtype, device)
         parameters, size = drafter_config.parameter_count(captured), dtype.itemsize
@@ -116,8 +124,9 @@ def estimate_run(config: RunConfig, topology: Topology) -> dict[torch.device, De
     from dflash.target.loading import load_config, resolve_source
 
     target_config = load_config(resolve_source(config.target.target))
-    drafter_config = create_drafter_config(target_config, config.drafter.drafter_layers,
-                                           draft_vocab_size=config.drafter.draft_vocab or None)
+    drafter_config = create_drafter_config(
+        target_config, config.drafter.drafter_layers, draft_vocab_size=config.drafter.draft_vocab or None
+    )
     return estimate(config, drafter_config, target_config, topology)
 
 
@@ -136,14 +145,16 @@ def refuse_what_does_not_fit(memory: dict[torch.device, DeviceMemory], config: R
 
 _KNOBS = {
     "target": "Spread a target over more GPUs (gpus_per_target), keep drafters off this device (gpus, target_gpus), or "
-              "take a smaller target",
+    "take a smaller target",
     "capture": "Use a shorter pack_length or a smaller num_captured",
     "queue": "Use a smaller queue_depth or a shorter pack_length",
     "activations": "Use fewer max_anchors, a smaller block_size or a shorter pack_length",
     "gathered": "Use fewer drafter_layers, or keep the target off this device (gpus, target_gpus)",
     **dict.fromkeys(
-        ("drafter", "optimizer"), "Use fewer drafter_layers, shard the drafter over its GPUs (drafter_parallel=fsdp2 with "
-                                  "launcher=torchrun), or keep the target off this device (gpus, target_gpus)"),
+        ("drafter", "optimizer"),
+        "Use fewer drafter_layers, shard the drafter over its GPUs (drafter_parallel=fsdp2 with "
+        "launcher=torchrun), or keep the target off this device (gpus, target_gpus)",
+    ),
     "float8 head": "Set head_precision=same, or use a smaller draft_vocab",
     "target's head": "Use a smaller draft_vocab, or keep the target off this device (gpus, target_gpus)",
 }

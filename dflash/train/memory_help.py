@@ -31,8 +31,10 @@ def explained(error: BaseException, config: RunConfig, worker: str | None = None
         return error
     worker, topology = worker or worker_of(error), decide(config.runtime)
     device = device_of(worker, topology)
-    told = DeviceOutOfMemory(f"{worker} on {device} is out of memory: {_first_line(error)}\n"
-                             f"{memory_table(device, _estimate(config, topology).get(device))}\n{knobs(config)}")
+    told = DeviceOutOfMemory(
+        f"{worker} on {device} is out of memory: {_first_line(error)}\n"
+        f"{memory_table(device, _estimate(config, topology).get(device))}\n{knobs(config)}"
+    )
     told.dflash_worker = worker
     told.__cause__ = error
     for note in getattr(error, "__notes__", ()):
@@ -54,9 +56,14 @@ def memory_table(device: torch.device, estimated: DeviceMemory | None) -> str:
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         held, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
-        rows += [("in tensors", held), ("kept by torch, free inside", reserved - held),
-                 ("other processes and context", total - free - reserved), ("free", free), ("total", total),
-                 ("peak in tensors", torch.cuda.max_memory_allocated(device))]
+        rows += [
+            ("in tensors", held),
+            ("kept by torch, free inside", reserved - held),
+            ("other processes and context", total - free - reserved),
+            ("free", free),
+            ("total", total),
+            ("peak in tensors", torch.cuda.max_memory_allocated(device)),
+        ]
     if estimated is not None:
         rows += [(f"estimated: {name}", count) for name, count in sorted(estimated.parts.items(), key=lambda i: -i[1])]
         rows.append(("estimated in all", estimated.need))

@@ -35,14 +35,13 @@ class MasterAdamW:
     device) and is visible in the norm that `step` returns. Matrices decay, norms do not.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], *, betas: tuple[float, float], weight_decay: float,
-                 max_grad_norm: float):
+    def __init__(
+        self, parameters: Iterable[nn.Parameter], *, betas: tuple[float, float], weight_decay: float, max_grad_norm: float
+    ):
         self.parameters = [p for p in parameters if p.requires_grad]
         self.max_grad_norm = max_grad_norm
         self.shared = all(p.dtype == torch.float32 for p in self.parameters)
-        self.masters = self.parameters if self.shared else [
-            nn.Parameter(p.detach().float()) for p in self.parameters
-        ]
+        self.masters = self.parameters if self.shared else [nn.Parameter(p.detach().float()) for p in self.parameters]
         self.gradients: list[Tensor] = []  # float32
         self._own = False  # made by `accumulate`, dropped by `step`
         groups = [
@@ -116,12 +115,19 @@ class MasterAdamW:
         was, now = ([tuple(m.shape) for m in masters] for masters in (state["masters"], self.masters))
         if was != now:
             differs = next((pair for pair in zip(was, now, strict=False) if pair[0] != pair[1]), (len(was), len(now)))
-            raise ResumeError(f"the checkpoint is of a drafter with other weights: {len(was)} tensors, here {len(now)}, "
-                              f"first difference {differs[0]} and {differs[1]}; put the settings of its shape back")
+            raise ResumeError(
+                f"the checkpoint is of a drafter with other weights: {len(was)} tensors, here {len(now)}, "
+                f"first difference {differs[0]} and {differs[1]}; put the settings of its shape back"
+            )
         device = self.masters[0].device
         torch._foreach_copy_(list(self.masters), [m.to(device) for m in state["masters"]])
-        moments = {index: {name: value.clone() if torch.is_tensor(value) and value.device == device else value
-                           for name, value in of.items()} for index, of in state["adamw"]["state"].items()}
+        moments = {
+            index: {
+                name: value.clone() if torch.is_tensor(value) and value.device == device else value
+                for name, value in of.items()
+            }
+            for index, of in state["adamw"]["state"].items()
+        }
         self.adamw.load_state_dict({**state["adamw"], "state": moments})  # torch keeps tensors that are on the device
         if not self.shared:
             torch._foreach_copy_(self.parameters, self.masters)

@@ -77,8 +77,17 @@ class Planner:
     """
 
     def __init__(
-        self, packs: Sequence[Pack], *, seed: int, packs_per_step: int, block_size: int, max_anchors: int,
-        gamma: float | None, reduction: str = "weight_mean", draft_index: Tensor | None = None, soft_labels: bool = False,
+        self,
+        packs: Sequence[Pack],
+        *,
+        seed: int,
+        packs_per_step: int,
+        block_size: int,
+        max_anchors: int,
+        gamma: float | None,
+        reduction: str = "weight_mean",
+        draft_index: Tensor | None = None,
+        soft_labels: bool = False,
     ):
         if not packs:
             raise DataError("there are no training packs; give more conversations or a smaller held_out")

@@ -87,25 +87,37 @@ def prepare_data(config: RunConfig) -> Data:
     layers = model_config.num_hidden_layers
     config = like_its_start(config)
     wanted = config.target.target_layers
-    layer_ids = (default_layer_ids(layers, captured_count(config.target.num_captured, layers)) if wanted is None
-                 else validate_layer_ids(wanted, layers))
+    layer_ids = (
+        default_layer_ids(layers, captured_count(config.target.num_captured, layers))
+        if wanted is None
+        else validate_layer_ids(wanted, layers)
+    )
     end_ids = sorted({*end_token_ids(model_config), getattr(tokenizer, "eos_token_id", None)} - {None})
     if config.drafter.warm_start and config.drafter.drafter_layers > layers:
-        raise ConfigError(f"warm_start copies the target's last layers, and the target has {layers}, fewer than "
-                          f"drafter_layers = {config.drafter.drafter_layers}; make the drafter smaller or switch "
-                          "warm_start off")
+        raise ConfigError(
+            f"warm_start copies the target's last layers, and the target has {layers}, fewer than "
+            f"drafter_layers = {config.drafter.drafter_layers}; make the drafter smaller or switch "
+            "warm_start off"
+        )
     asked = config.drafter.mask_token_id
-    mask_token_id = (choose_mask_token_id(tokenizer, model_config.vocab_size, end_ids) if asked is None
-                     else validate_mask_token_id(asked, tokenizer, model_config.vocab_size, end_ids))
+    mask_token_id = (
+        choose_mask_token_id(tokenizer, model_config.vocab_size, end_ids)
+        if asked is None
+        else validate_mask_token_id(asked, tokenizer, model_config.vocab_size, end_ids)
+    )
 
     count = random_packs(options.data)
     if count is not None:
-        conversations, report = random_conversations(count, options.pack_length, model_config.vocab_size,
-                                                     (mask_token_id, *end_ids), config.train.seed)
+        conversations, report = random_conversations(
+            count, options.pack_length, model_config.vocab_size, (mask_token_id, *end_ids), config.train.seed
+        )
         packs = make_packs(conversations, options.pack_length, order="in_order")
         return Data(conversations, [], packs, [], report, layer_ids, mask_token_id)
-    read = {"max_length": options.pack_length, "block_size": config.drafter.block_size,
-            "vocab_size": model_config.vocab_size}
+    read = {
+        "max_length": options.pack_length,
+        "block_size": config.drafter.block_size,
+        "vocab_size": model_config.vocab_size,
+    }
     conversations, report = load_conversations(options.data, tokenizer, **read)
     if is_random(config.target.target):
         train, held_out = conversations, []
@@ -118,20 +130,30 @@ def prepare_data(config: RunConfig) -> Data:
         train = [c for c in conversations if c.prompt_key not in prompts]
     train = train[: options.max_conversations]
     if not train:
-        raise DataError(f"{options.data} leaves no conversation for training after {len(held_out)} were held out; give "
-                        "more conversations or a smaller held_out")
+        raise DataError(
+            f"{options.data} leaves no conversation for training after {len(held_out)} were held out; give "
+            "more conversations or a smaller held_out"
+        )
     pad = getattr(tokenizer, "pad_token_id", None) or 0
-    return Data(train, held_out, make_packs(train, options.pack_length, seed=config.train.seed, pad_token_id=pad),
-                make_packs(held_out, options.pack_length, pad_token_id=pad) if held_out else [], report, layer_ids,
-                mask_token_id)
+    return Data(
+        train,
+        held_out,
+        make_packs(train, options.pack_length, seed=config.train.seed, pad_token_id=pad),
+        make_packs(held_out, options.pack_length, pad_token_id=pad) if held_out else [],
+        report,
+        layer_ids,
+        mask_token_id,
+    )
 
 
 def captured_count(asked: int, layers: int) -> int:
     """How many layers of a target are captured: `asked`. The default is made to fit a smaller target, another number that
     does not fit is a ConfigError."""
     if asked > layers and asked != TargetOptions.num_captured:
-        raise ConfigError(f"num_captured is {asked}, and the target has {layers} layers; capture at most {layers}, or name "
-                          "them with target_layers")
+        raise ConfigError(
+            f"num_captured is {asked}, and the target has {layers} layers; capture at most {layers}, or name "
+            "them with target_layers"
+        )
     return min(asked, layers)
 
 
@@ -141,11 +163,12 @@ def refuse_for_random(config: RunConfig) -> None:
         return
     name = config.target.target
     if config.drafter.warm_start and config.drafter.start_from is None:
-        raise ConfigError(f"warm_start copies layers of the target, and those of '{name}' are noise; pass "
-                          "warm_start=False")
+        raise ConfigError(f"warm_start copies layers of the target, and those of '{name}' are noise; pass warm_start=False")
     if config.runtime.gpus_per_target > 1:
-        raise ConfigError(f"'{name}' is made on one device and cannot be spread over gpus_per_target="
-                          f"{config.runtime.gpus_per_target}; use 1, or fewer layers ({name.split('@')[0]}@8)")
+        raise ConfigError(
+            f"'{name}' is made on one device and cannot be spread over gpus_per_target="
+            f"{config.runtime.gpus_per_target}; use 1, or fewer layers ({name.split('@')[0]}@8)"
+        )
 
 
 def like_its_start(config: RunConfig) -> RunConfig:
@@ -163,10 +186,15 @@ def like_its_start(config: RunConfig) -> RunConfig:
         ("mask_token_id", config.drafter.mask_token_id, layout["mask_token_id"]),
     ):
         if asked is not None and asked != found:
-            raise ConfigError(f"{name} is {asked}, the drafter in {folder} was made with {found}; pass {name}={found}, or "
-                              "leave start_from empty")
-    return replace(config, target=replace(config.target, target_layers=tuple(layout["target_layer_ids"])),
-                   drafter=replace(config.drafter, mask_token_id=layout["mask_token_id"]))
+            raise ConfigError(
+                f"{name} is {asked}, the drafter in {folder} was made with {found}; pass {name}={found}, or "
+                "leave start_from empty"
+            )
+    return replace(
+        config,
+        target=replace(config.target, target_layers=tuple(layout["target_layer_ids"])),
+        drafter=replace(config.drafter, mask_token_id=layout["mask_token_id"]),
+    )
 
 
 def _part(conversations: list[Conversation], held_out: int) -> tuple[list[Conversation], list[Conversation]]:
@@ -174,16 +202,22 @@ def _part(conversations: list[Conversation], held_out: int) -> tuple[list[Conver
     if held_out == 0:
         return conversations, []
     if held_out >= len(conversations):
-        raise DataError(f"held_out is {held_out}, but there are only {len(conversations)} usable conversations; hold "
-                        "out fewer, or 0")
+        raise DataError(
+            f"held_out is {held_out}, but there are only {len(conversations)} usable conversations; hold out fewer, or 0"
+        )
     share = min(0.9, max(1.2 * held_out / len(conversations), 0.001))
     train, kept = split_held_out(conversations, share)
     return train, kept[:held_out]
 
 
-def prepare(config: RunConfig, *, drafter_device: torch.device | str = "cpu",
-            target_device: torch.device | str | None = None, say: Say = lambda line: None,
-            data: Data | None = None) -> Job:
+def prepare(
+    config: RunConfig,
+    *,
+    drafter_device: torch.device | str = "cpu",
+    target_device: torch.device | str | None = None,
+    say: Say = lambda line: None,
+    data: Data | None = None,
+) -> Job:
     """Load the target, make the drafter and get the features ready.
 
     Args:
@@ -194,8 +228,13 @@ def prepare(config: RunConfig, *, drafter_device: torch.device | str = "cpu",
     data = data or prepare_data(config)
     say(f"{len(data.conversations)} conversations in {len(data.train_packs)} packs, {len(data.held_out)} held out")
     target_device = drafter_device if target_device is None else target_device
-    target = load_target(config.target.target, device=target_device, layer_ids=data.layer_ids,
-                         dtype=compute_dtype(config.target.target_dtype, target_device), fast=config.target.fast_capture)
+    target = load_target(
+        config.target.target,
+        device=target_device,
+        layer_ids=data.layer_ids,
+        dtype=compute_dtype(config.target.target_dtype, target_device),
+        fast=config.target.fast_capture,
+    )
     say(target.describe())
     say_random(config, say)
     if target.is_hybrid:
@@ -205,8 +244,14 @@ def prepare(config: RunConfig, *, drafter_device: torch.device | str = "cpu",
     say(describe_decay(config.drafter.block_size, config.train.gamma))
     train = config.train
     source = make_source(
-        target, data.train_packs, mode=train.features, max_bytes=int(train.cache_gib * 2**30), directory=train.cache_dir,
-        keep_last_hidden=train.soft_labels, dtype=torch.bfloat16, device=drafter_device,
+        target,
+        data.train_packs,
+        mode=train.features,
+        max_bytes=int(train.cache_gib * 2**30),
+        directory=train.cache_dir,
+        keep_last_hidden=train.soft_labels,
+        dtype=torch.bfloat16,
+        device=drafter_device,
     )
     return Job(config, data, target, drafter, planner, source)
 
@@ -236,23 +281,25 @@ def make_drafter(config: RunConfig, target: Target | RandomHead, data: Data, dev
     large to be drawn on the CPU in seconds is drawn where it will be, the same on all GPUs of one kind."""
     options = config.drafter
     dtype = compute_dtype(config.train.dtype, device)
-    running = {"attention_backend": None if options.attention == "auto" else options.attention,
-               "max_dense_bytes": int(options.max_dense_gib * 2**30) if options.max_dense_gib else DEFAULT_MAX_DENSE_BYTES,
-               "head_precision": options.head_precision}
+    running = {
+        "attention_backend": None if options.attention == "auto" else options.attention,
+        "max_dense_bytes": int(options.max_dense_gib * 2**30) if options.max_dense_gib else DEFAULT_MAX_DENSE_BYTES,
+        "head_precision": options.head_precision,
+    }
     if options.start_from is not None:
         drafter = open_drafter(options.start_from, target, dtype, device=device, **running)
         drafter.max_anchors = options.max_anchors
         return drafter
     ids = draft_vocabulary(data.conversations, options.draft_vocab, target.end_ids)
-    shape = create_drafter_config(target.config, options.drafter_layers,
-                                  draft_vocab_size=None if ids is None else ids.numel())
+    shape = create_drafter_config(
+        target.config, options.drafter_layers, draft_vocab_size=None if ids is None else ids.numel()
+    )
     devices = [torch.device(device)] if torch.device(device).type == "cuda" else []
     large = shape.parameter_count(len(data.layer_ids)) > _DRAWN_ON_CPU and not options.warm_start
     with torch.random.fork_rng(devices), torch.device(device if large else "cpu"):
         torch.manual_seed(config.train.seed)
         drafter = DFlashDrafter(
-            shape, data.layer_ids, options.block_size, options.max_anchors, data.mask_token_id,
-            **running,
+            shape, data.layer_ids, options.block_size, options.max_anchors, data.mask_token_id, **running
         )
     if options.warm_start:
         warm_start(drafter, target.decoder.layers, target.decoder.norm)
@@ -279,7 +326,13 @@ def make_planner(config: RunConfig, data: Data, drafter: DFlashDrafter) -> Plann
     train = config.train
     full = drafter.config.draft_vocab_size is None
     return Planner(
-        data.train_packs, seed=train.seed, packs_per_step=train.packs_per_step, block_size=drafter.block_size,
-        max_anchors=drafter.max_anchors, gamma=train.gamma, reduction=train.reduction,
-        draft_index=None if full else drafter.draft_index, soft_labels=train.soft_labels,
+        data.train_packs,
+        seed=train.seed,
+        packs_per_step=train.packs_per_step,
+        block_size=drafter.block_size,
+        max_anchors=drafter.max_anchors,
+        gamma=train.gamma,
+        reduction=train.reduction,
+        draft_index=None if full else drafter.draft_index,
+        soft_labels=train.soft_labels,
     )

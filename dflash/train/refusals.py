@@ -26,8 +26,10 @@ def refuse_run(config: RunConfig, topology: Topology) -> None:
         try:
             Path(config.train.cache_dir).mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError(f"cache_dir {config.train.cache_dir} cannot be made ({error.strerror}); name a folder that "
-                              "can be written, or leave it empty to keep features in memory") from None
+            raise ConfigError(
+                f"cache_dir {config.train.cache_dir} cannot be made ({error.strerror}); name a folder that "
+                "can be written, or leave it empty to keep features in memory"
+            ) from None
     options = config.drafter
     if options.head_precision == "fp8" or options.attention in ("triton", "flex"):
         shape = drafter_shape(config)
@@ -35,10 +37,18 @@ def refuse_run(config: RunConfig, topology: Topology) -> None:
             if options.head_precision == "fp8":
                 fp8_head.refuse(device, compute_dtype(config.train.dtype, device), shape.hidden_size)
             if options.attention == "flex" and device.type == "cpu":
-                raise ConfigError("attention='flex' has no backward on a CPU, so it cannot train there; use "
-                                  "attention='auto' or 'sdpa_chunked', or a GPU for drafters (gpus)")
-            refuse_backend(options.attention, device, shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim,
-                           options.block_size)
+                raise ConfigError(
+                    "attention='flex' has no backward on a CPU, so it cannot train there; use "
+                    "attention='auto' or 'sdpa_chunked', or a GPU for drafters (gpus)"
+                )
+            refuse_backend(
+                options.attention,
+                device,
+                shape.num_attention_heads,
+                shape.num_key_value_heads,
+                shape.head_dim,
+                options.block_size,
+            )
 
 
 def drafter_shape(config: RunConfig) -> DrafterConfig:

@@ -69,25 +69,38 @@ class Replay:
     def table(self) -> str:
         """The result in words, one line a pack."""
         start = f"checkpoint of step {self.checkpoint_step}" if self.checkpoint_step else "the drafter's start"
-        lines = [f"step {self.step} in float32, from {start}: loss {self.loss:.6g}, gradient norm {self.gradient_norm:.6g}, "
-                 + ("everything finite" if self.finite else "NOT FINITE")]
+        lines = [
+            f"step {self.step} in float32, from {start}: loss {self.loss:.6g}, gradient norm {self.gradient_norm:.6g}, "
+            + ("everything finite" if self.finite else "NOT FINITE")
+        ]
         if self.recorded:
-            lines.append(f"  on record: loss {self.recorded.get('loss')}, gradient norm {self.recorded.get('grad_norm')}, "
-                         f"skipped {self.recorded.get('skipped')} ({self.recorded.get('reason')})")
+            lines.append(
+                f"  on record: loss {self.recorded.get('loss')}, gradient norm {self.recorded.get('grad_norm')}, "
+                f"skipped {self.recorded.get('skipped')} ({self.recorded.get('reason')})"
+            )
         if not self.weights_finite:
             lines.append("  a weight was not finite before this step")
         for p in self.packs:
             shown = ", ".join(map(str, p.anchors[:8])) + (", ..." if len(p.anchors) > 8 else "")
-            lines.append(f"  pack {p.pack_id}: {p.documents} documents, {len(p.anchors)} anchors ({shown}), "
-                         f"{p.supervised_slots} supervised slots, loss {p.loss:.6g}, gradient norm {p.gradient_norm:.6g}, "
-                         f"largest feature {p.largest_feature:.4g}")
+            lines.append(
+                f"  pack {p.pack_id}: {p.documents} documents, {len(p.anchors)} anchors ({shown}), "
+                f"{p.supervised_slots} supervised slots, loss {p.loss:.6g}, gradient norm {p.gradient_norm:.6g}, "
+                f"largest feature {p.largest_feature:.4g}"
+            )
             if p.bad:
                 lines.append(f"    not finite: {', '.join(p.bad[:6])}" + (f"; first in {p.origin}" if p.origin else ""))
         return "\n".join(lines)
 
 
-def replay_step(step: int, planner: Planner, source: FeatureSource, replica: Replica, total: int, first_step: int = 1,
-                say: Say = lambda line: None) -> tuple[bool, list[ReplayedPack], float, float]:
+def replay_step(
+    step: int,
+    planner: Planner,
+    source: FeatureSource,
+    replica: Replica,
+    total: int,
+    first_step: int = 1,
+    say: Say = lambda line: None,
+) -> tuple[bool, list[ReplayedPack], float, float]:
     """Take steps `first_step` .. `step` - 1 with `replica`, then `step` in float32.
 
     Args:
@@ -126,8 +139,16 @@ def replay_item(replica: Replica, item: WorkItem, features: Features, denominato
     hidden = features.all_hidden_states
     features = type(features)(hidden.float(), features.verifier_last_hidden.float())
     anchors = item.anchors.positions[item.anchors.valid].tolist()
-    found = ReplayedPack(item.pack.pack_id, len(item.pack.lengths), anchors, item.supervised_slots,
-                         bool(torch.isfinite(hidden).all()), float(hidden.float().abs().max()), float("nan"), float("nan"))
+    found = ReplayedPack(
+        item.pack.pack_id,
+        len(item.pack.lengths),
+        anchors,
+        item.supervised_slots,
+        bool(torch.isfinite(hidden).all()),
+        float(hidden.float().abs().max()),
+        float("nan"),
+        float("nan"),
+    )
     if not found.features_finite:
         rows = (~torch.isfinite(hidden[0])).any(-1).nonzero().flatten().tolist()
         found.bad.append(f"target features at {len(rows)} positions, first {rows[0]}")
@@ -150,8 +171,11 @@ def replay_item(replica: Replica, item: WorkItem, features: Features, denominato
     if not math.isfinite(found.loss):
         found.bad.append("loss")
     gradients = [p.grad for p in replica.optimizer.parameters]
-    found.bad += [f"gradient of {n}" for n, g in zip(names, gradients, strict=True)
-                  if g is not None and not bool(torch.isfinite(g).all())]
+    found.bad += [
+        f"gradient of {n}"
+        for n, g in zip(names, gradients, strict=True)
+        if g is not None and not bool(torch.isfinite(g).all())
+    ]
     found.gradient_norm = float(torch.nn.utils.get_total_norm([g for g in gradients if g is not None]))
     replica.optimizer.accumulate()
     return found
@@ -159,13 +183,16 @@ def replay_item(replica: Replica, item: WorkItem, features: Features, denominato
 
 def _forward_line(told: list[warnings.WarningMessage]) -> str:
     """Where the forward pass made the operation that anomaly detection blames: our innermost line in its traceback."""
-    ours = [line.strip() for w in told for line in str(w.message).splitlines()
-            if "/dflash/" in line and line.strip().startswith("File") and "/replay.py" not in line]
+    ours = [
+        line.strip()
+        for w in told
+        for line in str(w.message).splitlines()
+        if "/dflash/" in line and line.strip().startswith("File") and "/replay.py" not in line
+    ]
     return f" (made in the forward pass at {ours[-1].removeprefix('File ')})" if ours else ""
 
 
-def replay(run_path: str | Path, step: int, device: str = "cpu", say: Say = lambda line: None,
-           walk: bool = True) -> Replay:
+def replay(run_path: str | Path, step: int, device: str = "cpu", say: Say = lambda line: None, walk: bool = True) -> Replay:
     """One step of a run again; also written to `replay-step-N.json` in the run folder.
 
     Args:

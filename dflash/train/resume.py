@@ -39,13 +39,27 @@ _DECISIVE = ("step", "eval", "fault", "run_end")  # the record is cut only where
 def save_training(run: Run, config: RunConfig, engine: Engine, trainer: Trainer, step: int) -> Path:
     """The checkpoint of a run at `step`; call it when every record up to that step is written."""
     replica = engine.replica
-    state = {"optimizer": replica.optimizer.state_dict(), "trainer": trainer.state_dict(),
-             "plan": plan_fingerprint(trainer.planner)}
-    facts = {"acceptance_length": trainer.acceptance_at(step), "metrics_offset": run.metrics.offset,
-             "dtypes": [config.target.target_dtype, config.train.dtype]}
+    state = {
+        "optimizer": replica.optimizer.state_dict(),
+        "trainer": trainer.state_dict(),
+        "plan": plan_fingerprint(trainer.planner),
+    }
+    facts = {
+        "acceptance_length": trainer.acceptance_at(step),
+        "metrics_offset": run.metrics.offset,
+        "dtypes": [config.target.target_dtype, config.train.dtype],
+    }
     with whole_drafter(engine) as drafter:
-        return save_checkpoint(run.path, step, drafter, config.target.target, state, keep=config.train.keep_checkpoints,
-                               facts=facts, write_shards=getattr(engine, "write_shards", None))
+        return save_checkpoint(
+            run.path,
+            step,
+            drafter,
+            config.target.target,
+            state,
+            keep=config.train.keep_checkpoints,
+            facts=facts,
+            write_shards=getattr(engine, "write_shards", None),
+        )
 
 
 def whole_drafter(engine: Engine) -> AbstractContextManager[DFlashDrafter]:
@@ -60,8 +74,10 @@ def refuse_resume(run_path: str | os.PathLike[str], config: RunConfig) -> None:
     folder = latest_checkpoint(run_path)
     before, drafter = read_settings(folder), config.drafter
     if Path(before["target"]).name != Path(config.target.target).name:  # a folder may have moved
-        raise ResumeError(f"{folder} was trained for the target {before['target']}, the settings say "
-                          f"{config.target.target}; a drafter fits its own target only: put it back, or start a new run")
+        raise ResumeError(
+            f"{folder} was trained for the target {before['target']}, the settings say "
+            f"{config.target.target}; a drafter fits its own target only: put it back, or start a new run"
+        )
     if drafter.start_from is not None:
         return  # the shape is that drafter's, whatever the settings say
     layers, captured, wanted = before["config"]["num_hidden_layers"], before["target_layer_ids"], config.target.target_layers
@@ -100,14 +116,23 @@ def same_plan(state: dict[str, Any], planner: Planner) -> str | None:
     are."""
     if state.get("plan") in (None, plan_fingerprint(planner)):
         return None
-    return ("the data, its packing or the plan's settings differ from the checkpoint's: the run goes on, but it is not the "
-            "unbroken run")
+    return (
+        "the data, its packing or the plan's settings differ from the checkpoint's: the run goes on, but it is not the "
+        "unbroken run"
+    )
 
 
 def plan_fingerprint(planner: Planner) -> str:
     """Hash of what decides the packs and anchors of every step."""
-    parts: list[Any] = [planner.seed, planner.packs_per_step, planner.block_size, planner.max_anchors, planner.reduction,
-                        planner.soft_labels, planner.decay.tolist()]
+    parts: list[Any] = [
+        planner.seed,
+        planner.packs_per_step,
+        planner.block_size,
+        planner.max_anchors,
+        planner.reduction,
+        planner.soft_labels,
+        planner.decay.tolist(),
+    ]
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=12)
     for pack in planner.packs:
         digest.update(repr((pack.pack_id, int(pack.input_ids.sum()), pack.num_tokens, int(pack.loss_mask.sum()))).encode())
@@ -132,16 +157,25 @@ def rewind_record(run: Run, folder: Path) -> int:
         aside.write(data[start:] if data.endswith(b"\n") else data[start:] + b"\n")
         aside.flush()
         os.fsync(aside.fileno())
-    kept = [line for line, r in zip(lines, records, strict=True)
-            if r.get("kind") == "checkpoint" and r.get("step", facts["step"] + 1) <= facts["step"]]
+    kept = [
+        line
+        for line, r in zip(lines, records, strict=True)
+        if r.get("kind") == "checkpoint" and r.get("step", facts["step"] + 1) <= facts["step"]
+    ]
     os.truncate(path, start)
     with open(path, "ab", buffering=0) as file:
         file.write(b"".join(kept))
     ends = [r for r in records if r.get("kind") in ("fault", "run_end")]
     said = [f"{r['kind']}: {r.get('status') or r.get('type')} {r.get('message') or ''}".strip()[:300] for r in ends]
     steps = sum(r.get("kind") == "step" for r in records)
-    run.metrics.write("resume", step=facts["step"], superseded=len(records) - len(kept), superseded_steps=steps,
-                      before=said, kept_in=SUPERSEDED)
+    run.metrics.write(
+        "resume",
+        step=facts["step"],
+        superseded=len(records) - len(kept),
+        superseded_steps=steps,
+        before=said,
+        kept_in=SUPERSEDED,
+    )
     return len(records) - len(kept)
 
 

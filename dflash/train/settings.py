@@ -59,8 +59,10 @@ class DataOptions:
     def __post_init__(self) -> None:
         _require(self.pack_length >= 16, f"pack_length must be at least 16 tokens, got {self.pack_length}")
         _require(self.held_out >= 0, f"held_out must be at least 0, got {self.held_out}")
-        _require(self.max_conversations is None or self.max_conversations >= 1,
-                 f"max_conversations must be at least 1 or None, got {self.max_conversations}")
+        _require(
+            self.max_conversations is None or self.max_conversations >= 1,
+            f"max_conversations must be at least 1 or None, got {self.max_conversations}",
+        )
 
 
 @dataclass(frozen=True)
@@ -82,12 +84,17 @@ class DrafterOptions:
         _require(self.drafter_layers >= 1, f"drafter_layers must be at least 1, got {self.drafter_layers}")
         _require(self.block_size >= 2, f"block_size must be at least 2 (slot 0 is the anchor), got {self.block_size}")
         _require(self.max_anchors >= 1, f"max_anchors must be at least 1, got {self.max_anchors}")
-        _require(self.attention in ("auto", *BACKENDS),
-                 f"attention must be auto, {', '.join(BACKENDS)}; got {self.attention!r}")
-        _require(self.draft_vocab is None or self.draft_vocab >= 0,
-                 f"draft_vocab must be at least 0 or None, got {self.draft_vocab}")
-        _require(self.head_precision in PRECISIONS,
-                 f"head_precision must be {' or '.join(PRECISIONS)}, got {self.head_precision!r}")
+        _require(
+            self.attention in ("auto", *BACKENDS), f"attention must be auto, {', '.join(BACKENDS)}; got {self.attention!r}"
+        )
+        _require(
+            self.draft_vocab is None or self.draft_vocab >= 0,
+            f"draft_vocab must be at least 0 or None, got {self.draft_vocab}",
+        )
+        _require(
+            self.head_precision in PRECISIONS,
+            f"head_precision must be {' or '.join(PRECISIONS)}, got {self.head_precision!r}",
+        )
         _require(0 < self.max_dense_gib < math.inf, f"max_dense_gib must be positive and finite, got {self.max_dense_gib}")
 
 
@@ -119,28 +126,40 @@ class TrainOptions:
     def __post_init__(self) -> None:
         for name in ("steps", "packs_per_step", "keep_checkpoints"):
             _require(getattr(self, name) >= 1, f"{name} must be at least 1, got {getattr(self, name)}")
-        _require(self.packs_per_step <= MOST_PACKS_A_STEP,
-                 f"packs_per_step must be at most {MOST_PACKS_A_STEP}, got {self.packs_per_step}")
+        _require(
+            self.packs_per_step <= MOST_PACKS_A_STEP,
+            f"packs_per_step must be at most {MOST_PACKS_A_STEP}, got {self.packs_per_step}",
+        )
         for name in ("eval_every", "checkpoint_every"):
             _require(getattr(self, name) >= 0, f"{name} must be at least 1, or 0 for never, got {getattr(self, name)}")
         _require(0 < self.lr < math.inf, f"lr must be positive and finite, got {self.lr}")
         refuse_seed(self.seed)
         _require(self.warmup_steps >= 0, f"warmup_steps must be at least 0, got {self.warmup_steps}")
         _require(self.max_grad_norm > 0, f"max_grad_norm must be positive, got {self.max_grad_norm}")
-        _require(self.max_minutes is None or 0 < self.max_minutes < math.inf,
-                 f"max_minutes must be positive and finite, or None, got {self.max_minutes}")
+        _require(
+            self.max_minutes is None or 0 < self.max_minutes < math.inf,
+            f"max_minutes must be positive and finite, or None, got {self.max_minutes}",
+        )
         _require(0 <= self.min_lr_ratio <= 1, f"min_lr_ratio must be between 0 and 1, got {self.min_lr_ratio}")
         for name in ("weight_decay", "cache_gib"):
             _require(0 <= getattr(self, name) < math.inf, f"{name} must be finite and at least 0, got {getattr(self, name)}")
-        _require(self.gamma is None or (math.isfinite(self.gamma) and self.gamma >= 0),
-                 f"gamma must be a finite number >= 0 or None (uniform weights), got {self.gamma}")
-        _require(self.reduction in ("weight_mean", "token_mean"),
-                 f"reduction must be weight_mean or token_mean, got {self.reduction!r}")
+        _require(
+            self.gamma is None or (math.isfinite(self.gamma) and self.gamma >= 0),
+            f"gamma must be a finite number >= 0 or None (uniform weights), got {self.gamma}",
+        )
+        _require(
+            self.reduction in ("weight_mean", "token_mean"),
+            f"reduction must be weight_mean or token_mean, got {self.reduction!r}",
+        )
         _require(self.dtype in DTYPES, f"dtype must be one of {DTYPES}, got {self.dtype!r}")
-        _require(self.features in ("auto", "offline", "online"),
-                 f"features must be auto, offline or online, got {self.features!r}")
-        _require(len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas), f"betas must be two numbers in [0, 1), "
-                 f"got {self.betas}")
+        _require(
+            self.features in ("auto", "offline", "online"),
+            f"features must be auto, offline or online, got {self.features!r}",
+        )
+        _require(
+            len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas),
+            f"betas must be two numbers in [0, 1), got {self.betas}",
+        )
 
 
 @dataclass(frozen=True)
@@ -158,15 +177,21 @@ class RuntimeOptions:
 
     def __post_init__(self) -> None:
         _require(self.launcher in ("threads", "torchrun"), f"launcher must be threads or torchrun, got {self.launcher!r}")
-        _require(self.drafter_parallel in ("replicate", "fsdp2"),
-                 f"drafter_parallel must be replicate or fsdp2, got {self.drafter_parallel!r}")
-        _require(self.drafter_parallel == "replicate" or self.launcher == "torchrun",
-                 "drafter_parallel=fsdp2 shards a drafter over processes, and launcher=threads has one; use "
-                 "launcher=torchrun, or drafter_parallel=replicate")
+        _require(
+            self.drafter_parallel in ("replicate", "fsdp2"),
+            f"drafter_parallel must be replicate or fsdp2, got {self.drafter_parallel!r}",
+        )
+        _require(
+            self.drafter_parallel == "replicate" or self.launcher == "torchrun",
+            "drafter_parallel=fsdp2 shards a drafter over processes, and launcher=threads has one; use "
+            "launcher=torchrun, or drafter_parallel=replicate",
+        )
         _require(self.queue_depth >= 1, f"queue_depth must be at least 1, got {self.queue_depth}")
         _require(self.gpus_per_target >= 1, f"gpus_per_target must be at least 1, got {self.gpus_per_target}")
-        _require(1 <= self.watchdog_seconds < math.inf,
-                 f"watchdog_seconds must be at least 1 and finite, got {self.watchdog_seconds}")
+        _require(
+            1 <= self.watchdog_seconds < math.inf,
+            f"watchdog_seconds must be at least 1 and finite, got {self.watchdog_seconds}",
+        )
 
 
 DTYPES = ("auto", "float32", "bfloat16")
@@ -183,9 +208,11 @@ class RunConfig:
     runtime: RuntimeOptions = field(default_factory=RuntimeOptions)
 
     def __post_init__(self) -> None:
-        _require(self.drafter.block_size <= self.data.pack_length,
-                 f"block_size {self.drafter.block_size} does not fit into a pack of pack_length {self.data.pack_length} "
-                 "tokens; make the block smaller or the pack longer")
+        _require(
+            self.drafter.block_size <= self.data.pack_length,
+            f"block_size {self.drafter.block_size} does not fit into a pack of pack_length {self.data.pack_length} "
+            "tokens; make the block smaller or the pack longer",
+        )
 
     @classmethod
     def from_parameters(cls, **parameters: Any) -> RunConfig:
@@ -243,6 +270,7 @@ class RunConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Nested plain values that YAML can hold."""
+
         def listed(value: Any) -> Any:
             return [listed(v) for v in value] if isinstance(value, (tuple, list)) else value
 
@@ -269,8 +297,9 @@ def coerce(name: str, value: Any, declared: Any) -> Any:
     Raises: ConfigError naming the parameter, what was got and what was wanted.
     """
     options = typing.get_args(declared) if typing.get_origin(declared) in (typing.Union, types.UnionType) else (declared,)
-    if type(None) in options and (value is None or (isinstance(value, str) and value.strip().lower() in ("", "none",
-                                                                                                       "null"))):
+    if type(None) in options and (
+        value is None or (isinstance(value, str) and value.strip().lower() in ("", "none", "null"))
+    ):
         return None
     for option in options:
         if option is type(None):

@@ -51,8 +51,11 @@ def read(folder: Path, tensors: dict[str, Tensor], group: torch.distributed.Proc
     reader = dcp.FileSystemReader(folder)
     try:
         stored = reader.read_metadata().state_dict_metadata
-        _same_names(folder, {name: tuple(found.size) for name, found in stored.items()},
-                    {name: tuple(tensor.shape) for name, tensor in tensors.items()})
+        _same_names(
+            folder,
+            {name: tuple(found.size) for name, found in stored.items()},
+            {name: tuple(tensor.shape) for name, tensor in tensors.items()},
+        )
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as asked for
             dcp.load(tensors, storage_reader=reader, process_group=group, no_dist=group is None)
@@ -76,10 +79,18 @@ def read_whole(folder: Path, about: dict[str, Any]) -> dict[str, Any]:
     names = about["names"]
     matrices = [name for name in names if tensors[key(WEIGHTS, name)].dim() > 1]
     ordered = [*matrices, *(name for name in names if name not in set(matrices))]  # the optimizer's groups
-    moments = {index: {"step": torch.tensor(about["adam_step"]), **{kind: tensors[key(kind, name)] for kind in MOMENTS}}
-               for index, name in enumerate(ordered)} if about["adam_step"] else {}
-    return {"masters": [tensors[key(WEIGHTS, name)] for name in names],
-            "adamw": {"state": moments, "param_groups": about["param_groups"]}}
+    moments = (
+        {
+            index: {"step": torch.tensor(about["adam_step"]), **{kind: tensors[key(kind, name)] for kind in MOMENTS}}
+            for index, name in enumerate(ordered)
+        }
+        if about["adam_step"]
+        else {}
+    )
+    return {
+        "masters": [tensors[key(WEIGHTS, name)] for name in names],
+        "adamw": {"state": moments, "param_groups": about["param_groups"]},
+    }
 
 
 def _same_names(folder: Path, got: dict[str, tuple], wanted: dict[str, tuple]) -> None:
@@ -87,8 +98,10 @@ def _same_names(folder: Path, got: dict[str, tuple], wanted: dict[str, tuple]) -
         return
     wrong = sorted(name for name in set(got) | set(wanted) if got.get(name) != wanted.get(name))
     one = wrong[0]
-    raise RunError(f"the shards in {folder} are not of this drafter: {len(wrong)} tensors differ, first {one}: "
-                   f"{got.get(one, 'missing')}, wanted {wanted.get(one, 'none')}; resume with the run's own config")
+    raise RunError(
+        f"the shards in {folder} are not of this drafter: {len(wrong)} tensors differ, first {one}: "
+        f"{got.get(one, 'missing')}, wanted {wanted.get(one, 'none')}; resume with the run's own config"
+    )
 
 
 def _first(error: BaseException) -> str:

@@ -39,8 +39,12 @@ class Replica:
 
     def _make_optimizer(self) -> MasterAdamW:
         options = self.options
-        return MasterAdamW(self.drafter.parameters(), betas=options.betas, weight_decay=options.weight_decay,
-                           max_grad_norm=options.max_grad_norm)
+        return MasterAdamW(
+            self.drafter.parameters(),
+            betas=options.betas,
+            weight_decay=options.weight_decay,
+            max_grad_norm=options.max_grad_norm,
+        )
 
     @property
     def device(self) -> torch.device:
@@ -107,8 +111,7 @@ def read_sums(values: list[float]) -> dict[str, float | list[float]]:
         "supervised_slots": int(sums["supervised_slots"]),
         "blocks": int(blocks),
         "acceptance_length": 1 + sums["accepted"] / blocks if blocks else None,
-        "accuracy": [c / n if n else None for c, n in
-                     zip(sums["correct_by_slot"], sums["supervised_by_slot"], strict=True)],
+        "accuracy": [c / n if n else None for c, n in zip(sums["correct_by_slot"], sums["supervised_by_slot"], strict=True)],
         "acceptance_by_slot": [a / blocks if blocks else None for a in sums["accepted_by_slot"]],
     }
 
@@ -137,8 +140,13 @@ class Engine(Protocol):
 def warmup_jobs(replicas: list[Replica], example: Callable[[], tuple[WorkItem, Features]]) -> list[WarmupJob]:
     """One warmup job for each replica whose attention is compiled; none on a device that runs nothing compiled."""
     return [
-        WarmupJob(device=replica.device, step=lambda r=replica: r.rehearse(*example()), modules=[replica.drafter],
-                  generators=[replica.drafter.anchor_generator], name=f"drafter[{i}]")
+        WarmupJob(
+            device=replica.device,
+            step=lambda r=replica: r.rehearse(*example()),
+            modules=[replica.drafter],
+            generators=[replica.drafter.anchor_generator],
+            name=f"drafter[{i}]",
+        )
         for i, replica in enumerate(replicas)
         if (replica.drafter.attention_backend or default_backend(replica.device)) == "flex"
     ]

@@ -95,8 +95,10 @@ def parse_gpus(value: Any, available: int, name: str = "gpus") -> list[int] | st
             return text
         if text == "all":
             if not available:
-                raise ConfigError(f"{name}=all asks for every GPU, but this machine has 0 GPUs; run without {name} "
-                                  f"(uses the CPU) or with {name}=cpu")
+                raise ConfigError(
+                    f"{name}=all asks for every GPU, but this machine has 0 GPUs; run without {name} "
+                    f"(uses the CPU) or with {name}=cpu"
+                )
             return list(range(available))
         parts = [part for part in re.split(r"[\s,;]+", re.sub(r"[\[\](){}'\"]", " ", text)) if part]
         if not parts:
@@ -114,10 +116,14 @@ def parse_gpus(value: Any, available: int, name: str = "gpus") -> list[int] | st
         if index >= available:
             there = f"{available} GPU{'' if available == 1 else 's'}"
             known = f" (0 to {available - 1})" if available > 1 else " (0)" if available else ""
-            what_to_do = f"choose among them, or run with {name}=cpu" if available else (
-                f"run without {name} (uses the CPU) or with {name}=cpu")
-            raise ConfigError(f"{name}={_show(value)} asks for GPU {index}, but this machine has {there}{known}; "
-                              f"{what_to_do}")
+            what_to_do = (
+                f"choose among them, or run with {name}=cpu"
+                if available
+                else (f"run without {name} (uses the CPU) or with {name}=cpu")
+            )
+            raise ConfigError(
+                f"{name}={_show(value)} asks for GPU {index}, but this machine has {there}{known}; {what_to_do}"
+            )
     return indices
 
 
@@ -135,8 +141,9 @@ def _index(part: Any, value: Any, name: str) -> int:
 
 
 def _show(value: Any) -> str:
-    return value if isinstance(value, str) else ",".join(map(str, value)) if isinstance(value, (list, tuple)) else repr(
-        value)
+    return (
+        value if isinstance(value, str) else ",".join(map(str, value)) if isinstance(value, (list, tuple)) else repr(value)
+    )
 
 
 def _cpu_count(text: str, name: str) -> int:
@@ -144,8 +151,10 @@ def _cpu_count(text: str, name: str) -> int:
     if count < 1:
         raise ConfigError(f"{name}={text} asks for no worker at all; write cpu for one, or cpu:N for N")
     if count > MOST_CPU_WORKERS:
-        raise ConfigError(f"{name}={text} asks for {count} workers on one CPU; at most {MOST_CPU_WORKERS} make sense, as "
-                          "many as the GPUs that they stand for")
+        raise ConfigError(
+            f"{name}={text} asks for {count} workers on one CPU; at most {MOST_CPU_WORKERS} make sense, as "
+            "many as the GPUs that they stand for"
+        )
     return count
 
 
@@ -173,19 +182,25 @@ def decide(runtime: RuntimeOptions, available: int | None = None) -> Topology:
             reason.append(f"by default the last {len(drafters)} of {count} GPUs draft")
     elif drafters is None:
         drafters = [i for i in range(count) if i not in targets] or targets[-1:]
-        reason.append(f"target_gpus={_show(runtime.target_gpus)}, drafters on "
-                      + ("the others" if not set(drafters) & set(targets) else "the last of them, no GPU is left"))
+        reason.append(
+            f"target_gpus={_show(runtime.target_gpus)}, drafters on "
+            + ("the others" if not set(drafters) & set(targets) else "the last of them, no GPU is left")
+        )
     elif targets is None:
         targets = [i for i in range(count) if i not in drafters]
-        reason.append(f"gpus={_show(runtime.gpus)} draft, " + ("the others run the target" if targets else
-                                                              "and no GPU is left, so they run the target too"))
+        reason.append(
+            f"gpus={_show(runtime.gpus)} draft, "
+            + ("the others run the target" if targets else "and no GPU is left, so they run the target too")
+        )
         targets = targets or list(drafters)
     else:
         reason.append(f"gpus={_show(runtime.gpus)} and target_gpus={_show(runtime.target_gpus)} as asked")
     size = runtime.gpus_per_target
     if len(targets) < size:
-        raise ConfigError(f"gpus_per_target={size} needs {size} GPUs for one target, but {len(targets)} of {count} are "
-                          f"left for targets; use gpus_per_target={max(1, len(targets))}, or fewer drafter gpus")
+        raise ConfigError(
+            f"gpus_per_target={size} needs {size} GPUs for one target, but {len(targets)} of {count} are "
+            f"left for targets; use gpus_per_target={max(1, len(targets))}, or fewer drafter gpus"
+        )
     groups = [targets[i : i + size] for i in range(0, len(targets) - size + 1, size)]
     idle = targets[len(groups) * size :]
     if idle:
@@ -200,21 +215,26 @@ def default_drafters(count: int) -> int:
 
 def _with_cpu(drafters: list[int] | str | None, targets: list[int] | str | None, count: int, size: int) -> Topology:
     """At least one side on the CPU."""
+
     def devices(value: list[int] | str | None, name: str) -> list[torch.device]:
         if isinstance(value, list):
             return [_cuda(i) for i in value]
         return [CPU] * _cpu_count(value or "cpu", name)
 
     if size != 1:
-        raise ConfigError(f"gpus_per_target={size} spreads a target over GPUs, and here a side runs on the CPU; use "
-                          "gpus_per_target=1")
+        raise ConfigError(
+            f"gpus_per_target={size} spreads a target over GPUs, and here a side runs on the CPU; use gpus_per_target=1"
+        )
     drafts, feeds = devices(drafters, "gpus"), devices(targets, "target_gpus")
     if targets is None:
         feeds = list(drafts)  # each drafter with a target of its own
     asked = isinstance(drafters, str) or isinstance(targets, str)
     apart = isinstance(targets, str) and ":" in targets  # workers that stand for devices of their own
-    reason = f"{count} GPUs, so everything runs on the CPU" if not asked else (
-        f"{len(drafts)} drafter and {len(feeds)} target workers, CPU by request")
+    reason = (
+        f"{count} GPUs, so everything runs on the CPU"
+        if not asked
+        else (f"{len(drafts)} drafter and {len(feeds)} target workers, CPU by request")
+    )
     return _topology(drafts, [[device] for device in feeds], reason, apart)
 
 
@@ -222,7 +242,6 @@ def _cuda(index: int) -> torch.device:
     return torch.device("cuda", index)
 
 
-def _topology(drafters: list[torch.device], targets: list[list[torch.device]], reason: str,
-              apart: bool = False) -> Topology:
+def _topology(drafters: list[torch.device], targets: list[list[torch.device]], reason: str, apart: bool = False) -> Topology:
     used = {device for target in targets for device in target}
     return Topology(tuple(drafters), tuple(map(tuple, targets)), bool(used & set(drafters)) and not apart, reason)

@@ -57,8 +57,7 @@ def _gains(content: dict[str, Any]) -> Panel:
     histogram = content["histogram"]
     lanes = [str(count) for count in range(1, len(histogram) + 1)]
     bars = Spans("target calls", lanes, np.zeros(len(lanes)), np.array(histogram, dtype=float), style.BLUE)
-    return Panel("gains", f"Tokens that a target call gained ({BONUS})", "target calls", "tokens", spans=[bars],
-                 lanes=lanes)
+    return Panel("gains", f"Tokens that a target call gained ({BONUS})", "target calls", "tokens", spans=[bars], lanes=lanes)
 
 
 def _prompts(content: dict[str, Any]) -> Panel:
@@ -68,28 +67,39 @@ def _prompts(content: dict[str, Any]) -> Panel:
     lines = [Line("each prompt", x, y, style.BLUE, markers=True, hover=".2f")]
     if content["acceptance_length"] is not None:
         lines.append(Line("all", x, np.full(len(x), content["acceptance_length"]), style.VERMILLION, "dash", hover=".3f"))
-    return Panel("prompts", f"Acceptance length by prompt ({BONUS})", "prompt", "tokens per target call", lines,
-                 y_range=(1.0, None))
+    return Panel(
+        "prompts", f"Acceptance length by prompt ({BONUS})", "prompt", "tokens per target call", lines, y_range=(1.0, None)
+    )
 
 
 def _seconds(content: dict[str, Any]) -> Panel:
     x = np.arange(1, len(content["prompts"]) + 1)
     lines = [
-        Line(name, x, np.array([entry[key] or np.nan for entry in content["prompts"]], dtype=float), colour, dash,
-             markers=True, hover=".2f")
-        for name, key, colour, dash in (("with the drafter", "seconds", style.BLUE, "solid"),
-                                        ("plain", "plain_seconds", style.GREY, "dash"))
+        Line(
+            name,
+            x,
+            np.array([entry[key] or np.nan for entry in content["prompts"]], dtype=float),
+            colour,
+            dash,
+            markers=True,
+            hover=".2f",
+        )
+        for name, key, colour, dash in (
+            ("with the drafter", "seconds", style.BLUE, "solid"),
+            ("plain", "plain_seconds", style.GREY, "dash"),
+        )
     ]
     return Panel("seconds", "Wall clock by prompt", "prompt", "seconds", lines, y_range=(0.0, None))
 
 
 def _parity(parity: dict[str, Any]) -> Panel:
-    lines = [_curve("training accuracy", parity["accuracy_training"], style.BLUE),
-             _curve("decoding accuracy", parity["accuracy_decoding"], style.VERMILLION, "dash"),
-             _curve("training, run up to k", parity["acceptance_training"], style.SKY),
-             _curve("decoding, run up to k", parity["acceptance_decoding"], style.ORANGE, "dash")]
-    return Panel("parity", "Training and decoding at the same anchors", "slot k", "% of blocks", lines,
-                 y_range=(0.0, None))
+    lines = [
+        _curve("training accuracy", parity["accuracy_training"], style.BLUE),
+        _curve("decoding accuracy", parity["accuracy_decoding"], style.VERMILLION, "dash"),
+        _curve("training, run up to k", parity["acceptance_training"], style.SKY),
+        _curve("decoding, run up to k", parity["acceptance_decoding"], style.ORANGE, "dash"),
+    ]
+    return Panel("parity", "Training and decoding at the same anchors", "slot k", "% of blocks", lines, y_range=(0.0, None))
 
 
 def prompt_table(content: dict[str, Any]) -> str:
@@ -99,9 +109,18 @@ def prompt_table(content: dict[str, Any]) -> str:
     for number, entry in enumerate(content["prompts"], 1):
         plain, seconds = entry.get("plain_seconds"), entry["seconds"]
         length = entry["acceptance_length"]
-        rows.append((
-            number, entry["tokens"], entry["target_calls"], "-" if length is None else f"{length:.2f}", f"{seconds:.2f}",
-            f"{plain:.2f}" if plain else "-", f"{plain / seconds:.2f}" if plain else "-", _text(entry)))
+        rows.append(
+            (
+                number,
+                entry["tokens"],
+                entry["target_calls"],
+                "-" if length is None else f"{length:.2f}",
+                f"{seconds:.2f}",
+                f"{plain:.2f}" if plain else "-",
+                f"{plain / seconds:.2f}" if plain else "-",
+                _text(entry),
+            )
+        )
     cells = "".join("<tr>" + "".join(f"<td>{html.escape(str(cell))}</td>" for cell in row) + "</tr>" for row in rows)
     return f"<table><tr>{''.join(f'<th>{html.escape(name)}</th>' for name in head)}</tr>{cells}</table>"
 

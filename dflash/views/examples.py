@@ -23,8 +23,10 @@ from dflash.errors import DataError
 
 EVALUATION_NAME = "evaluation.json"
 # A <pre>, because what cleans a notebook's HTML shortens a stretch of white space anywhere else: indentation would go.
-ANSWER_STYLE = ("white-space:pre-wrap;font-family:inherit;font-size:inherit;line-height:1.75;margin:6px 0;padding:0;"
-                "background:none;overflow:visible")
+ANSWER_STYLE = (
+    "white-space:pre-wrap;font-family:inherit;font-size:inherit;line-height:1.75;margin:6px 0;padding:0;"
+    "background:none;overflow:visible"
+)
 # Light to strong: one token (nothing accepted) is left plain, so that what the drafter brought stands out.
 LEVELS = ("transparent", "#56B4E955", "#56B4E9AA", "#009E7388", "#009E73CC", "#E69F00AA", "#E69F00EE")
 

@@ -68,9 +68,7 @@ def read_notebook(notebook: str | Path) -> nbformat.NotebookNode:
 
 def declared_parameters(notebook: nbformat.NotebookNode) -> dict[str, Parameter]:
     """The parameters of a notebook in their order; empty when no cell is tagged. ConfigError for a broken cell."""
-    cell = next(
-        (c for c in notebook.cells if c.cell_type == "code" and TAG in c.metadata.get("tags", [])), None
-    )
+    cell = next((c for c in notebook.cells if c.cell_type == "code" and TAG in c.metadata.get("tags", [])), None)
     if cell is None:
         return {}
     try:
@@ -108,8 +106,9 @@ def accepted_parameters(notebook: nbformat.NotebookNode) -> dict[str, Parameter]
     return {name: Parameter(name, "", None, "") for name in setting_names()} | declared
 
 
-def check_parameters(declared: Mapping[str, Parameter], given: Mapping[str, Any],
-                     also: Collection[str] = ()) -> dict[str, Any]:
+def check_parameters(
+    declared: Mapping[str, Parameter], given: Mapping[str, Any], also: Collection[str] = ()
+) -> dict[str, Any]:
     """`given` with the declared types. ConfigError for an unknown name (with the nearest one) or a wrong value.
 
     Args:

@@ -78,8 +78,10 @@ def run_notebook(
         if ROOT_PARAMETER in declared and ROOT_PARAMETER not in checked:
             checked[ROOT_PARAMETER] = str(out.parent.parent)
     if "run_id" in declared and out.name == "report.ipynb" and holds_run(out.parent):
-        raise RunError(f"{out.parent} already holds a run, and its report would be overwritten; name another folder, or "
-                       f"go on with it: python -m dflash train --config {out.parent / 'config.yaml'} --resume")
+        raise RunError(
+            f"{out.parent} already holds a run, and its report would be overwritten; name another folder, or "
+            f"go on with it: python -m dflash train --config {out.parent / 'config.yaml'} --resume"
+        )
     kernel = kernel or source.metadata.get("kernelspec", {}).get("name") or "python3"
     _refuse_kernel(kernel)
     before = out.exists()
@@ -88,9 +90,14 @@ def run_notebook(
     try:
         with _terminate_as_interrupt():
             papermill.execute_notebook(
-                str(notebook), str(out), parameters=checked, kernel_name=kernel, progress_bar=progress,
-                autosave_cell_every=AUTOSAVE_SECONDS, execution_timeout=cell_timeout,
-            )  # fmt: skip
+                str(notebook),
+                str(out),
+                parameters=checked,
+                kernel_name=kernel,
+                progress_bar=progress,
+                autosave_cell_every=AUTOSAVE_SECONDS,
+                execution_timeout=cell_timeout,
+            )
     except PapermillExecutionError as error:
         code = _exit_code(error)
     except DeadKernelError:

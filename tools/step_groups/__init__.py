@@ -2,5 +2,9 @@
 
 from step_groups import check, pieces, versions
 
-GROUPS = {name.removeprefix("group_"): function for module in (check, versions, pieces)
-          for name, function in vars(module).items() if name.startswith("group_")}
+GROUPS = {
+    name.removeprefix("group_"): function
+    for module in (check, versions, pieces)
+    for name, function in vars(module).items()
+    if name.startswith("group_")
+}

@@ -29,8 +29,15 @@ def group_check() -> None:
 
     def one(shape, dtype, soft, attention, fast, precision="same"):
         torch.manual_seed(seed)
-        drafter = make_drafter(shape, make_head(shape, device, torch.float32, seed), device, torch.float32,
-                               fast_path=fast, attention_backend=attention, loss_chunk_rows=384 if fast else 1024)
+        drafter = make_drafter(
+            shape,
+            make_head(shape, device, torch.float32, seed),
+            device,
+            torch.float32,
+            fast_path=fast,
+            attention_backend=attention,
+            loss_chunk_rows=384 if fast else 1024,
+        )
         with torch.no_grad():
             for parameter in drafter.parameters():
                 parameter.add_(torch.randn_like(parameter) * 0.05)
@@ -59,8 +66,11 @@ def group_check() -> None:
             same = all(torch.equal(metrics[k], reference[1][k]) for k in ("supervised_by_slot", "blocks"))
             hits = int((metrics["correct_by_slot"] - reference[1]["correct_by_slot"]).abs().sum())
             result[label] = [relative(loss, reference[0]), worst[0], worst[1], same, hits]
-        limits = {"fast fp32": (1e-5, 2e-4), "fast bf16": (1e-2, max(2 * result["plain bf16"][1], 2e-2)),
-                  "fp8 head": FP8_LIMITS["soft" if soft else "hard"]}
+        limits = {
+            "fast fp32": (1e-5, 2e-4),
+            "fast bf16": (1e-2, max(2 * result["plain bf16"][1], 2e-2)),
+            "fp8 head": FP8_LIMITS["soft" if soft else "hard"],
+        }
         result["ok"] = all(
             result[k][0] <= a and result[k][1] <= b and result[k][3] for k, (a, b) in limits.items() if k in result
         )  # NaN fails both
@@ -70,10 +80,15 @@ def group_check() -> None:
     short = StepShape(tokens=300, anchors=40, block=8, document=90, supervised=0.6, **base)
     cases = [("hard 40x8 sdpa", short, False, "sdpa", True)]
     if not TINY:
-        cases += [("soft 24x32 triton", shape, True, "triton", True), ("hard 40x8 triton", short, False, "triton", False),
-                  ("soft 24x32 flex", shape, True, "flex", False)]
-    cases += [("hard 40x8 fp8 head", short, False, "sdpa", False, True),
-              ("soft 24x32 fp8 head", shape, True, "sdpa", False, True)]
+        cases += [
+            ("soft 24x32 triton", shape, True, "triton", True),
+            ("hard 40x8 triton", short, False, "triton", False),
+            ("soft 24x32 flex", shape, True, "flex", False),
+        ]
+    cases += [
+        ("hard 40x8 fp8 head", short, False, "sdpa", False, True),
+        ("soft 24x32 fp8 head", shape, True, "sdpa", False, True),
+    ]
     for name, *case in cases:
         HARNESS.attempt("check", name, 150, lambda c=tuple(case): compare(*c))
     torch.use_deterministic_algorithms(False)

@@ -32,8 +32,9 @@ def extra_backends() -> list[str]:
     return [name for name in BACKENDS if name == "triton" and kernels.usable("cuda")]
 
 
-def measured(shape, soft, ceiling, group, name, seconds=30, backend=None, repeats=5, optimizer=False, chunk=None,
-             **options) -> None:
+def measured(
+    shape, soft, ceiling, group, name, seconds=30, backend=None, repeats=5, optimizer=False, chunk=None, **options
+) -> None:
     """One version of our step."""
     import torch
 
@@ -45,8 +46,15 @@ def measured(shape, soft, ceiling, group, name, seconds=30, backend=None, repeat
 
     def call() -> dict:
         torch.manual_seed(0)  # the same weights in every version: their losses must agree
-        drafter = make_drafter(shape, make_head(shape, device, dtype), device, dtype, attention_backend=backend,
-                               loss_chunk_rows=chunk, **options)
+        drafter = make_drafter(
+            shape,
+            make_head(shape, device, dtype),
+            device,
+            dtype,
+            attention_backend=backend,
+            loss_chunk_rows=chunk,
+            **options,
+        )
         adam = step.make_optimizer(drafter) if optimizer else None
         function = step.step_call(drafter, make_inputs(shape, device, dtype), soft, adam)
         return step.report(name, shape, soft, function, device, ceiling, 2, repeats)

@@ -18,9 +18,11 @@ def group_attention() -> None:
     def short(backend, shape) -> dict:
         full = attention.measure_backend(backend, shape, device, dtype)
         parts = {k: full[k] for k in ("mask", "forward", "both")}
-        return {f"{k}_ms": round(v["seconds_median"] * 1e3, 3) for k, v in parts.items()} | {
-            f"{k}_tflops": round(v["flops_per_second"] / 1e12, 1) for k, v in parts.items() if k != "mask"
-        } | {f"{k}_gb": (v["peak_bytes"] or 0) / 1e9 for k, v in parts.items()}
+        return (
+            {f"{k}_ms": round(v["seconds_median"] * 1e3, 3) for k, v in parts.items()}
+            | {f"{k}_tflops": round(v["flops_per_second"] / 1e12, 1) for k, v in parts.items() if k != "mask"}
+            | {f"{k}_gb": (v["peak_bytes"] or 0) / 1e9 for k, v in parts.items()}
+        )
 
     HARNESS.attempt("attention", "flex 1024x32", 60, lambda: short("sdpa" if TINY else "flex", large))
     if not extra_backends():
@@ -99,15 +101,20 @@ def group_loss() -> None:
             loss = float(call().detach())
             timing = measure(lambda: torch.autograd.grad(call(), hidden), device, 1, 3)
             flops = products * 2 * rows * large.hidden * large.vocab
-            return {"ms": timing.median * 1e3, "tflops": flops / timing.median / 1e12, "loss": loss,
-                    "peak_gb": ((timing.peak_bytes or 0) - (timing.base_bytes or 0)) / 1e9}
+            return {
+                "ms": timing.median * 1e3,
+                "tflops": flops / timing.median / 1e12,
+                "loss": loss,
+                "peak_gb": ((timing.peak_bytes or 0) - (timing.base_bytes or 0)) / 1e9,
+            }
 
         HARNESS.attempt("loss", name, 20, run)
         free_memory(device)
 
     def ours(kind: dict, chunk: int, fused: bool = True, quantized: Fp8Head | None = None) -> Callable:
-        return lambda: chunked_head_loss(hidden, head, scale=scale, chunk_rows=chunk, fused=fused, head_fp8=quantized,
-                                         **kind).loss
+        return lambda: (
+            chunked_head_loss(hidden, head, scale=scale, chunk_rows=chunk, fused=fused, head_fp8=quantized, **kind).loss
+        )
 
     chunk = 7 if TINY else 3328
     timed("soft", ours(soft, chunk), 3)

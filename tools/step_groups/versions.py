@@ -90,8 +90,9 @@ def group_levers() -> None:
     measured(large, True, ceiling, "levers", "soft fp8 head", 30, best, repeats=3, head_precision="fp8")
     wide = 11 if TINY else 8448  # 66 x 20 tiles of 128 x 256: ten full waves of 132, in either orientation of the tile
     measured(large, False, ceiling, "levers", f"hard chunk {wide}", 20, best, repeats=3, chunk=wide)
-    measured(large, False, ceiling, "levers", f"hard fp8 chunk {wide}", 20, best, repeats=3, chunk=wide,
-             head_precision="fp8")
+    measured(
+        large, False, ceiling, "levers", f"hard fp8 chunk {wide}", 20, best, repeats=3, chunk=wide, head_precision="fp8"
+    )
 
     if kernels.usable(setup()[0]):
         from dflash.drafter.kernels import blocks
@@ -130,8 +131,9 @@ def _peer(group: str, shape, soft: bool, name: str, losses: str = "eager") -> No
     ceiling = ceiling_of(group)
 
     def call() -> dict:
-        function = peer_call(shape, make_inputs(shape, device, dtype), make_head(shape, device, dtype), device, dtype,
-                             soft, losses)
+        function = peer_call(
+            shape, make_inputs(shape, device, dtype), make_head(shape, device, dtype), device, dtype, soft, losses
+        )
         return {k: v for k, v in step.report(name, shape, soft, function, device, ceiling, 2, 5).items() if k != "name"}
 
     HARNESS.attempt(group, name, 110, call)

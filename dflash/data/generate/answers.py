@@ -45,9 +45,7 @@ class Job:
 
 
 def _key(messages: list[dict], sampling: dict) -> str:
-    text = json.dumps(
-        [messages, sampling.get("temperature", 0.0), sampling.get("top_p", 1.0)], sort_keys=True
-    )
+    text = json.dumps([messages, sampling.get("temperature", 0.0), sampling.get("top_p", 1.0)], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:20]
 
 
@@ -143,17 +141,16 @@ def read_prompts(path: str | Path) -> Iterator[list[dict]]:
             except ValueError as error:
                 raise DataError(f"{path} line {number} is not valid JSON: {error}") from error
             messages = row.get("messages") or [{"role": "user", "content": row.get("prompt")}]
-            whole = isinstance(messages, list) and all(isinstance(m, dict) and {"role", "content"} <= m.keys()
-                                                       for m in messages)
+            whole = isinstance(messages, list) and all(
+                isinstance(m, dict) and {"role", "content"} <= m.keys() for m in messages
+            )
             users = [index for index, m in enumerate(messages) if m["role"] == "user"] if whole else []
             if not users or not isinstance(messages[users[-1]].get("content"), str):
                 raise DataError(f"{path} line {number} has no user message; wanted `messages` or `prompt`")
             yield [{"role": m["role"], "content": m["content"]} for m in messages[: users[-1] + 1]]
 
 
-def make_jobs(
-    questions: list[list[dict]], target: Target | None, samplings: list[tuple[Sampling, float]]
-) -> list[Job]:
+def make_jobs(questions: list[list[dict]], target: Target | None, samplings: list[tuple[Sampling, float]]) -> list[Job]:
     """One job per question and sampling; `(sampling, share)` takes that first share of the questions."""
     ids: list[tuple[int, ...]] = [()] * len(questions)
     if target is not None:
@@ -197,9 +194,14 @@ class LocalAnswers:
     def _row(self, job: Job, answer: Answer) -> dict:
         body = answer.response_ids[:-1] if answer.finish_reason == "stop" else answer.response_ids
         text = self.tokenizer.decode(body, skip_special_tokens=True)
-        return {"messages": [*job.messages, {"role": "assistant", "content": text}],
-                "finish_reason": answer.finish_reason, "sampling": job.sampling.record(), "dtype": self.dtype,
-                "prompt_ids": list(job.prompt_ids), "response_ids": answer.response_ids}
+        return {
+            "messages": [*job.messages, {"role": "assistant", "content": text}],
+            "finish_reason": answer.finish_reason,
+            "sampling": job.sampling.record(),
+            "dtype": self.dtype,
+            "prompt_ids": list(job.prompt_ids),
+            "response_ids": answer.response_ids,
+        }
 
 
 class EndpointAnswers:
@@ -212,16 +214,24 @@ class EndpointAnswers:
         replies = self.endpoint.answer([(list(job.messages), job.sampling.record()) for job in batch])
         rows = []
         for job, reply in zip(batch, replies, strict=True):
-            row = {"messages": [*job.messages, {"role": "assistant", "content": reply["text"]}],
-                   "finish_reason": reply["finish_reason"], "sampling": job.sampling.record()}
+            row = {
+                "messages": [*job.messages, {"role": "assistant", "content": reply["text"]}],
+                "finish_reason": reply["finish_reason"],
+                "sampling": job.sampling.record(),
+            }
             if reply["prompt_ids"] and reply["response_ids"]:
                 row |= {"prompt_ids": reply["prompt_ids"], "response_ids": reply["response_ids"]}
             rows.append(row)
         return rows, sum(reply["tokens"] for reply in replies)
 
 
-def answer_all(jobs: list[Job], answers: LocalAnswers | EndpointAnswers, out: ConversationFile,
-               seconds: float | None = None, quiet: bool = False) -> dict:
+def answer_all(
+    jobs: list[Job],
+    answers: LocalAnswers | EndpointAnswers,
+    out: ConversationFile,
+    seconds: float | None = None,
+    quiet: bool = False,
+) -> dict:
     """Answer `jobs` batch by batch into `out`, for at most `seconds`.
 
     Returns counts: conversations, tokens, seconds, tokens_per_second, remaining.
@@ -240,8 +250,13 @@ def answer_all(jobs: list[Job], answers: LocalAnswers | EndpointAnswers, out: Co
         bar.set_postfix_str(f"{tokens / (time.perf_counter() - start):,.0f} tokens/s")
     bar.close()
     spent = time.perf_counter() - start
-    return {"conversations": written, "tokens": tokens, "seconds": round(spent, 2), "remaining": len(jobs) - written,
-            "tokens_per_second": round(tokens / max(spent, 1e-9), 1)}
+    return {
+        "conversations": written,
+        "tokens": tokens,
+        "seconds": round(spent, 2),
+        "remaining": len(jobs) - written,
+        "tokens_per_second": round(tokens / max(spent, 1e-9), 1),
+    }
 
 
 def choose_generator(target: Target, prompts: list[list[int]], options: argparse.Namespace) -> Generator:
@@ -278,8 +293,12 @@ def _samplings(options: argparse.Namespace) -> list[tuple[Sampling, float]]:
 
 def _refuse_numbers(options: argparse.Namespace) -> None:
     """ConfigError for a number that cannot work, before any file is read and any target loaded."""
-    refuse_below(1, max_new_tokens=options.max_new_tokens, batch_size=options.batch_size,
-                 limit=1 if options.limit is None else options.limit)
+    refuse_below(
+        1,
+        max_new_tokens=options.max_new_tokens,
+        batch_size=options.batch_size,
+        limit=1 if options.limit is None else options.limit,
+    )
     refuse_below(0, trial_seconds=options.trial_seconds, seconds=0 if options.seconds is None else options.seconds)
     if not 0 <= options.sampled_share <= 1:
         raise ConfigError(f"sampled_share is {options.sampled_share}; wanted a share of the prompts, 0 to 1")
@@ -293,9 +312,7 @@ def regenerate(options: argparse.Namespace) -> int:
     if options.prompts == "builtin":
         questions = [[{"role": "user", "content": text}] for text in make_prompts(known)]
     else:
-        questions = [
-            messages for messages in read_prompts(options.prompts) if messages[-1]["content"] not in known
-        ]
+        questions = [messages for messages in read_prompts(options.prompts) if messages[-1]["content"] not in known]
     questions = questions[: options.limit]
     if not questions:
         raise DataError(f"no prompts in {options.prompts}")

@@ -20,8 +20,17 @@ class Endpoint:
         may pass (no connection, HTTP 429 or 5xx).
     """
 
-    def __init__(self, url: str, model: str | None = None, max_new_tokens: int = 192, concurrency: int = 8,
-                 key: str | None = None, retries: int = 4, timeout: float = 300.0, pause: float = 1.0):
+    def __init__(
+        self,
+        url: str,
+        model: str | None = None,
+        max_new_tokens: int = 192,
+        concurrency: int = 8,
+        key: str | None = None,
+        retries: int = 4,
+        timeout: float = 300.0,
+        pause: float = 1.0,
+    ):
         self.url = url.rstrip("/") + ("" if url.rstrip("/").endswith("/v1") else "/v1")
         self.max_new_tokens, self.concurrency = max_new_tokens, concurrency
         self.key, self.retries, self.timeout, self.pause = key, retries, timeout, pause
@@ -40,8 +49,13 @@ class Endpoint:
 
     def _one(self, messages: list[dict], sampling: dict) -> dict:
         # `return_token_ids` is vLLM's; servers that do not know it ignore it and the ids stay empty.
-        body = {"model": self.model, "messages": messages, "max_tokens": self.max_new_tokens,
-                "return_token_ids": True, **sampling}
+        body = {
+            "model": self.model,
+            "messages": messages,
+            "max_tokens": self.max_new_tokens,
+            "return_token_ids": True,
+            **sampling,
+        }
         reply = self._call("/chat/completions", body)
         try:
             choice = reply["choices"][0]
@@ -50,8 +64,13 @@ class Endpoint:
             raise RunError(f"{self.url} answered without a choice: {json.dumps(reply)[:200]}") from error
         ids, prompt = choice.get("token_ids") or [], reply.get("prompt_token_ids") or []
         tokens = (reply.get("usage") or {}).get("completion_tokens") or len(ids)
-        return {"text": text, "finish_reason": choice.get("finish_reason"), "tokens": tokens,
-                "response_ids": ids, "prompt_ids": prompt}
+        return {
+            "text": text,
+            "finish_reason": choice.get("finish_reason"),
+            "tokens": tokens,
+            "response_ids": ids,
+            "prompt_ids": prompt,
+        }
 
     def _call(self, path: str, body: dict | None) -> dict:
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {self.key}"} if self.key else {})
@@ -69,5 +88,7 @@ class Endpoint:
                 told = f"{type(error).__name__}: {error}"
             if attempt < self.retries:
                 time.sleep(self.pause * 2**attempt)
-        raise RunError(f"{self.url}{path} gave no answer in {self.retries + 1} tries, last {told}; what is written "
-                       "so far is kept, so call again when the server is back")
+        raise RunError(
+            f"{self.url}{path} gave no answer in {self.retries + 1} tries, last {told}; what is written "
+            "so far is kept, so call again when the server is back"
+        )

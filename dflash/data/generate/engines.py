@@ -101,9 +101,7 @@ class Generator:
             more = {"cache_implementation": "static"}
         ids = torch.full((rows, longest), self.pad_id, dtype=torch.long)
         mask = torch.zeros_like(ids)
-        for row in range(
-            rows
-        ):  # a short last batch is filled up with its first prompt: same shape, no recompile
+        for row in range(rows):  # a short last batch is filled up with its first prompt: same shape, no recompile
             prompt = prompts[row] if row < len(prompts) else prompts[0]
             ids[row, longest - len(prompt) :] = torch.tensor(prompt)
             mask[row, longest - len(prompt) :] = 1
@@ -150,9 +148,7 @@ def tokens_per_second(
             batch = prompts[at : at + size] or prompts[:size]
             tokens += sum(len(answer.response_ids) for answer in generator(batch, Sampling()))
             at = (at + size) % max(1, len(prompts))
-    except (
-        Exception
-    ) as error:  # a trial: the other engines still run, and the report says why this one did not
+    except Exception as error:  # a trial: the other engines still run, and the report says why this one did not
         report(f"engine {generator.engine}, batch {size}: failed, {type(error).__name__}: {str(error)[:300]}")
         return 0.0
     rate = tokens / (time.perf_counter() - start)

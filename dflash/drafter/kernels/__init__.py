@@ -35,6 +35,9 @@ def supported(heads: int, kv_heads: int, head_dim: int, block_size: int) -> bool
     group = heads // kv_heads
     rows = group * block_size
     own = block_size * max(1, ROWS // max(rows, 1))
-    return all(x & (x - 1) == 0 for x in (group, block_size, head_dim)) and rows <= ROWS and own >= 16 and (
-        16 <= head_dim <= 128
+    return (
+        all(x & (x - 1) == 0 for x in (group, block_size, head_dim))
+        and rows <= ROWS
+        and own >= 16
+        and (16 <= head_dim <= 128)
     )

@@ -76,8 +76,9 @@ def make_ranges(
     index = torch.arange(tiles, device=lo.device)
     first = torch.where(sees, index, tiles).amin(1)
     last = torch.where(sees, index + 1, 0).amax(1)
-    return Ranges(*(x.to(torch.int32) for x in (lo, hi, tile_lo, tile_hi, first, last)), blocks, block_size, context,
-                  per_tile)
+    return Ranges(
+        *(x.to(torch.int32) for x in (lo, hi, tile_lo, tile_hi, first, last)), blocks, block_size, context, per_tile
+    )
 
 
 _fitting: dict[tuple, tuple[int, ...]] = {}  # what was launched -> the settings that fitted
@@ -132,9 +133,27 @@ class BlockAttention(torch.autograd.Function):
         def run(settings):
             keys, warps, stages = settings
             forward_kernel[(tiles, k.shape[1])](
-                q, k, v, o, lse, ranges.lo, ranges.hi, ranges.tile_lo, ranges.tile_hi, *_strides(q), *_strides(k),
-                *_strides(v), *_strides(o), ranges.context, queries, ranges.blocks, scale * LOG2E, **ctx.constants,
-                KEYS=keys, num_warps=warps, num_stages=stages,
+                q,
+                k,
+                v,
+                o,
+                lse,
+                ranges.lo,
+                ranges.hi,
+                ranges.tile_lo,
+                ranges.tile_hi,
+                *_strides(q),
+                *_strides(k),
+                *_strides(v),
+                *_strides(o),
+                ranges.context,
+                queries,
+                ranges.blocks,
+                scale * LOG2E,
+                **ctx.constants,
+                KEYS=keys,
+                num_warps=warps,
+                num_stages=stages,
             )
 
         _launch("forward", q, run)
@@ -145,7 +164,10 @@ class BlockAttention(torch.autograd.Function):
     @staticmethod
     def _constants(q, k, ranges):
         return {
-            "G": q.shape[1] // k.shape[1], "S": ranges.block_size, "N": ranges.blocks_per_tile, "D": q.shape[3],
+            "G": q.shape[1] // k.shape[1],
+            "S": ranges.block_size,
+            "N": ranges.blocks_per_tile,
+            "D": q.shape[3],
             "CHECK": ranges.blocks % ranges.blocks_per_tile != 0,
             "EXACT": "ieee" if q.dtype == torch.float32 else "tf32",
         }
@@ -157,23 +179,61 @@ class BlockAttention(torch.autograd.Function):
         do = do if do.stride(-1) == 1 else do.contiguous()
         dq, dk, dv = _like_rows(q), _like_rows(k), _like_rows(v)
         delta = torch.empty_like(lse)
-        delta_kernel[(triton.cdiv(queries, 64), q.shape[1])](o, do, delta, *_strides(o), *_strides(do), queries, ROWS=64,
-                                                       D=q.shape[3])
+        delta_kernel[(triton.cdiv(queries, 64), q.shape[1])](
+            o, do, delta, *_strides(o), *_strides(do), queries, ROWS=64, D=q.shape[3]
+        )
         common = (*_strides(q), *_strides(k), *_strides(v), *_strides(do))
         sizes = (ranges.context, queries, ranges.blocks, ctx.scale * LOG2E, ctx.scale)
 
         def run_kv(settings):
             keys, warps, stages, part = settings
             backward_kv_kernel[(ranges.key_first.shape[0], k.shape[1])](
-                q, k, v, do, lse, delta, dk, dv, ranges.lo, ranges.hi, ranges.key_first, ranges.key_last, *common,
-                *_strides(dk), *sizes, **ctx.constants, KEYS=keys, PART=part, num_warps=warps, num_stages=stages,
+                q,
+                k,
+                v,
+                do,
+                lse,
+                delta,
+                dk,
+                dv,
+                ranges.lo,
+                ranges.hi,
+                ranges.key_first,
+                ranges.key_last,
+                *common,
+                *_strides(dk),
+                *sizes,
+                **ctx.constants,
+                KEYS=keys,
+                PART=part,
+                num_warps=warps,
+                num_stages=stages,
             )
 
         def run_q(settings):
             keys, warps, stages = settings
             backward_q_kernel[(ranges.tile_lo.shape[0], k.shape[1])](
-                q, k, v, do, lse, delta, dq, dk, dv, ranges.lo, ranges.hi, ranges.tile_lo, ranges.tile_hi, *common,
-                *_strides(dq), *_strides(dk), *sizes, **ctx.constants, KEYS=keys, num_warps=warps, num_stages=stages,
+                q,
+                k,
+                v,
+                do,
+                lse,
+                delta,
+                dq,
+                dk,
+                dv,
+                ranges.lo,
+                ranges.hi,
+                ranges.tile_lo,
+                ranges.tile_hi,
+                *common,
+                *_strides(dq),
+                *_strides(dk),
+                *sizes,
+                **ctx.constants,
+                KEYS=keys,
+                num_warps=warps,
+                num_stages=stages,
             )
 
         _launch("dkv", q, run_kv)

@@ -46,8 +46,24 @@ class ProjectQKV(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, delta, norm_weight, wq, wk, wv, q_norm, k_norm, context_k, context_v, context_rotary, rotary,
-                eps, row_map, slots):
+    def forward(
+        ctx,
+        x,
+        delta,
+        norm_weight,
+        wq,
+        wk,
+        wv,
+        q_norm,
+        k_norm,
+        context_k,
+        context_v,
+        context_rotary,
+        rotary,
+        eps,
+        row_map,
+        slots,
+    ):
         d = q_norm.shape[0]
         total, y, rstd = pointwise.norm_forward(x, delta, norm_weight, eps)
         queries, context = rotary[0].shape[0], context_k.shape[0]
@@ -68,16 +84,18 @@ class ProjectQKV(torch.autograd.Function):
             v[context:] = v_raw
         else:
             torch.mm(y, wv.T, out=v[context:])
-        ctx.save_for_backward(total, rstd, norm_weight, wq, wk, wv, q_norm, k_norm, q_raw, k_raw, context_k,
-                              *context_rotary, *rotary, row_map)
+        ctx.save_for_backward(
+            total, rstd, norm_weight, wq, wk, wv, q_norm, k_norm, q_raw, k_raw, context_k, *context_rotary, *rotary, row_map
+        )
         ctx.eps, ctx.slots, ctx.residual = eps, slots, delta is not None
         ctx.set_materialize_grads(False)  # the first layer's residual is frozen: no gradient arrives for `total`
         return total, _heads(q, d)[None], _heads(k, d)[None], _heads(v, d)[None]
 
     @staticmethod
     def backward(ctx, dtotal, dq, dk, dv):
-        (total, rstd, norm_weight, wq, wk, wv, q_norm, k_norm, q_raw, k_raw, context_k, cos_c, sin_c, cos, sin,
-         row_map) = ctx.saved_tensors
+        (total, rstd, norm_weight, wq, wk, wv, q_norm, k_norm, q_raw, k_raw, context_k, cos_c, sin_c, cos, sin, row_map) = (
+            ctx.saved_tensors
+        )
         context, queries = context_k.shape[0], cos.shape[0]
         dq, dk = (g if g.stride(-1) == 1 else g.contiguous() for g in (dq, dk))
         sizes = [len(wq), len(wk), len(wv)]
@@ -105,9 +123,21 @@ class ProjectQKV(torch.autograd.Function):
             dy.addmm_(parts[1], wk).addmm_(parts[2], wv)
             weights = [part.T @ y for part in parts]
         dx, dnorm = pointwise.norm_backward(total, rstd, norm_weight, dy, dtotal)
-        return (dx, dx if ctx.residual else None, dnorm, *weights,
-                dq_norm.to(q_norm.dtype), dk_norm.to(k_norm.dtype), dcontext_k, dv[:context],
-                None, None, None, None, None)
+        return (
+            dx,
+            dx if ctx.residual else None,
+            dnorm,
+            *weights,
+            dq_norm.to(q_norm.dtype),
+            dk_norm.to(k_norm.dtype),
+            dcontext_k,
+            dv[:context],
+            None,
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 class Mlp(torch.autograd.Function):
@@ -124,8 +154,10 @@ class Mlp(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dtotal, dout):
         if ctx.inner is None:
-            raise RuntimeError("the MLP's saved activations are gone after one backward pass; run forward again "
-                               "(retain_graph=True has no effect on this path)")
+            raise RuntimeError(
+                "the MLP's saved activations are gone after one backward pass; run forward again "
+                "(retain_graph=True has no effect on this path)"
+            )
         total, rstd, norm_weight, w_gate, w_up, w_down = ctx.saved_tensors
         (gate, up), ctx.inner = ctx.inner, None
         dout = dout.contiguous()

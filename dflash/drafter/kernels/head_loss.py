@@ -54,8 +54,18 @@ def _first_index(row, start, size, peak, BLOCK: tl.constexpr):
 # first_teacher changes with every chunk and must not make a new variant of the kernel.
 @triton.jit(do_not_specialize=["first_teacher"])
 def _soft_kernel(
-    x_ptr, y_ptr, teacher_row_ptr, scale_ptr, loss_ptr, argmax_ptr, size, x_stride, y_stride, first_teacher,
-    WITH_GRAD: tl.constexpr, BLOCK: tl.constexpr,
+    x_ptr,
+    y_ptr,
+    teacher_row_ptr,
+    scale_ptr,
+    loss_ptr,
+    argmax_ptr,
+    size,
+    x_stride,
+    y_stride,
+    first_teacher,
+    WITH_GRAD: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     x_row = x_ptr + row * x_stride
@@ -131,8 +141,15 @@ def _hard_kernel(
 
 
 def soft_loss_(
-    logits: Tensor, teacher_logits: Tensor, teacher_rows: Tensor, scale: Tensor, row_loss: Tensor, argmax: Tensor,
-    *, first_teacher: int = 0, with_grad: bool = True,
+    logits: Tensor,
+    teacher_logits: Tensor,
+    teacher_rows: Tensor,
+    scale: Tensor,
+    row_loss: Tensor,
+    argmax: Tensor,
+    *,
+    first_teacher: int = 0,
+    with_grad: bool = True,
 ) -> None:
     """KL(teacher || draft) of each row; `logits` becomes the gradient of sum(scale * row_loss).
 
@@ -144,8 +161,19 @@ def soft_loss_(
     rows, size = logits.shape
     if rows:
         _soft_kernel[(rows,)](
-            logits, teacher_logits, teacher_rows, scale, row_loss, argmax, size, logits.stride(0),
-            teacher_logits.stride(0), first_teacher, WITH_GRAD=with_grad, BLOCK=_block(size), num_warps=WARPS,
+            logits,
+            teacher_logits,
+            teacher_rows,
+            scale,
+            row_loss,
+            argmax,
+            size,
+            logits.stride(0),
+            teacher_logits.stride(0),
+            first_teacher,
+            WITH_GRAD=with_grad,
+            BLOCK=_block(size),
+            num_warps=WARPS,
         )
 
 
@@ -156,7 +184,15 @@ def hard_loss_(
     rows, size = logits.shape
     if rows:
         _hard_kernel[(rows,)](
-            logits, labels, scale, row_loss, argmax, size, logits.stride(0), WITH_GRAD=with_grad, BLOCK=_block(size),
+            logits,
+            labels,
+            scale,
+            row_loss,
+            argmax,
+            size,
+            logits.stride(0),
+            WITH_GRAD=with_grad,
+            BLOCK=_block(size),
             num_warps=WARPS,
         )
 

@@ -16,8 +16,7 @@ HEAD_ROWS = 32
 
 
 @triton.jit
-def _norm_forward(x_ptr, delta_ptr, weight_ptr, sum_ptr, y_ptr, rstd_ptr, size, eps, ADD: tl.constexpr,
-                  BLOCK: tl.constexpr):
+def _norm_forward(x_ptr, delta_ptr, weight_ptr, sum_ptr, y_ptr, rstd_ptr, size, eps, ADD: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK)
     keep = lanes < size
@@ -35,8 +34,9 @@ def _norm_forward(x_ptr, delta_ptr, weight_ptr, sum_ptr, y_ptr, rstd_ptr, size, 
 
 # The number of rows changes with the data and must not make a new variant of the kernel.
 @triton.jit(do_not_specialize=["rows"])
-def _norm_backward(x_ptr, rstd_ptr, weight_ptr, dy_ptr, dsum_ptr, dx_ptr, dweight_ptr, rows, size, ADD: tl.constexpr,
-                   BLOCK: tl.constexpr):
+def _norm_backward(
+    x_ptr, rstd_ptr, weight_ptr, dy_ptr, dsum_ptr, dx_ptr, dweight_ptr, rows, size, ADD: tl.constexpr, BLOCK: tl.constexpr
+):
     program = tl.program_id(0)
     lanes = tl.arange(0, BLOCK)
     keep = lanes < size
@@ -64,22 +64,42 @@ def norm_forward(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) ->
     y = torch.empty_like(x)
     total = torch.empty_like(x) if delta is not None else x
     rstd = torch.empty(rows, dtype=torch.float32, device=x.device)
-    _norm_forward[(rows,)](x, delta if delta is not None else x, weight, total, y, rstd, size, eps,
-                           ADD=delta is not None, BLOCK=triton.next_power_of_2(size), num_warps=8)
+    _norm_forward[(rows,)](
+        x,
+        delta if delta is not None else x,
+        weight,
+        total,
+        y,
+        rstd,
+        size,
+        eps,
+        ADD=delta is not None,
+        BLOCK=triton.next_power_of_2(size),
+        num_warps=8,
+    )
     return total, y, rstd
 
 
-def norm_backward(
-    x: Tensor, rstd: Tensor, weight: Tensor, dy: Tensor, dtotal: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def norm_backward(x: Tensor, rstd: Tensor, weight: Tensor, dy: Tensor, dtotal: Tensor | None) -> tuple[Tensor, Tensor]:
     """(gradient of x, of the weight); `dtotal`, the residual's own gradient, is added to the first."""
     size, rows = x.shape[-1], rstd.numel()
     programs = min(NORM_PROGRAMS, rows)
     dx = torch.empty_like(x)
     dweight = torch.empty(programs, size, dtype=torch.float32, device=x.device)
-    _norm_backward[(programs,)](x, rstd, weight, dy.contiguous(), x if dtotal is None else dtotal.contiguous(), dx,
-                                dweight, rows, size, ADD=dtotal is not None, BLOCK=triton.next_power_of_2(size),
-                                num_warps=16)
+    _norm_backward[(programs,)](
+        x,
+        rstd,
+        weight,
+        dy.contiguous(),
+        x if dtotal is None else dtotal.contiguous(),
+        dx,
+        dweight,
+        rows,
+        size,
+        ADD=dtotal is not None,
+        BLOCK=triton.next_power_of_2(size),
+        num_warps=16,
+    )
     return dx, dweight.sum(0).to(weight.dtype)
 
 
@@ -140,8 +160,22 @@ def _source_rows(row_map_ptr, rows, positions, MAPPED: tl.constexpr):
 
 
 @triton.jit
-def _head_forward(x_ptr, row_map_ptr, weight_ptr, cos_ptr, sin_ptr, out_ptr, positions, x_stride, out_head, out_row,
-                  eps, MAPPED: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr):
+def _head_forward(
+    x_ptr,
+    row_map_ptr,
+    weight_ptr,
+    cos_ptr,
+    sin_ptr,
+    out_ptr,
+    positions,
+    x_stride,
+    out_head,
+    out_row,
+    eps,
+    MAPPED: tl.constexpr,
+    ROWS: tl.constexpr,
+    D: tl.constexpr,
+):
     """One tile of positions of one head: RMSNorm over D, then rotate the two halves."""
     head = tl.program_id(1)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -163,8 +197,25 @@ def _head_forward(x_ptr, row_map_ptr, weight_ptr, cos_ptr, sin_ptr, out_ptr, pos
 
 
 @triton.jit
-def _head_backward(x_ptr, row_map_ptr, weight_ptr, cos_ptr, sin_ptr, dout_ptr, dx_ptr, dweight_ptr, positions, x_stride,
-                   dout_head, dout_row, dx_stride, eps, MAPPED: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr):
+def _head_backward(
+    x_ptr,
+    row_map_ptr,
+    weight_ptr,
+    cos_ptr,
+    sin_ptr,
+    dout_ptr,
+    dx_ptr,
+    dweight_ptr,
+    positions,
+    x_stride,
+    dout_head,
+    dout_row,
+    dx_stride,
+    eps,
+    MAPPED: tl.constexpr,
+    ROWS: tl.constexpr,
+    D: tl.constexpr,
+):
     head = tl.program_id(1)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     half = tl.arange(0, D // 2)
@@ -205,14 +256,26 @@ def head_norm_rotary(
     heads, positions, d = out.shape
     rows = x if row_map is None else row_map
     _head_forward[(triton.cdiv(positions, HEAD_ROWS), heads)](
-        x, rows, weight, cos, sin, out, positions, x.stride(0), out.stride(0), out.stride(1), eps,
-        MAPPED=row_map is not None, ROWS=HEAD_ROWS, D=d, num_warps=4,
+        x,
+        rows,
+        weight,
+        cos,
+        sin,
+        out,
+        positions,
+        x.stride(0),
+        out.stride(0),
+        out.stride(1),
+        eps,
+        MAPPED=row_map is not None,
+        ROWS=HEAD_ROWS,
+        D=d,
+        num_warps=4,
     )
 
 
 def head_norm_rotary_backward(
-    x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float, dout: Tensor, dx: Tensor,
-    row_map: Tensor | None = None,
+    x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, eps: float, dout: Tensor, dx: Tensor, row_map: Tensor | None = None
 ) -> Tensor:
     """Gradient of `head_norm_rotary`: fills dx [P, heads * D] from dout [heads, P, D]; returns dweight [D] float32.
 
@@ -223,8 +286,24 @@ def head_norm_rotary_backward(
     partial = torch.empty(tiles * heads, d, dtype=torch.float32, device=x.device)
     rows = x if row_map is None else row_map
     _head_backward[(tiles, heads)](
-        x, rows, weight, cos, sin, dout, dx, partial, positions, x.stride(0), dout.stride(0), dout.stride(1),
-        dx.stride(0), eps, MAPPED=row_map is not None, ROWS=HEAD_ROWS, D=d, num_warps=4,
+        x,
+        rows,
+        weight,
+        cos,
+        sin,
+        dout,
+        dx,
+        partial,
+        positions,
+        x.stride(0),
+        dout.stride(0),
+        dout.stride(1),
+        dx.stride(0),
+        eps,
+        MAPPED=row_map is not None,
+        ROWS=HEAD_ROWS,
+        D=d,
+        num_warps=4,
     )
     return partial.sum(0)
 

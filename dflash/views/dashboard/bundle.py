@@ -26,11 +26,7 @@ def bundle(panels: Sequence[Panel], text: str, columns: int = 2) -> dict[str, An
 
     figure = json.loads(grid_figure(panels, columns).to_json())
     figure["config"] = {"responsive": True, "displaylogo": False}
-    return {
-        PLOTLY_MIME: figure,
-        "image/png": base64.b64encode(png(panels, columns)).decode("ascii"),
-        "text/plain": text,
-    }
+    return {PLOTLY_MIME: figure, "image/png": base64.b64encode(png(panels, columns)).decode("ascii"), "text/plain": text}
 
 
 def one_line(run: RunSeries) -> str:

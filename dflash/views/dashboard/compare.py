@@ -84,13 +84,20 @@ def overview(runs: Sequence[RunSeries]) -> Table:
     rows = []
     for run in runs:
         peak = max(run.memory_peak.values(), default=None)
-        rows.append([
-            run.path.name,
-            time.strftime("%Y-%m-%d %H:%M", time.localtime(run.start_time)) if run.start_time else None,
-            status_of(run, now=time.time()), run.last_step.get("step"), _two(run.last_eval.get("acceptance_length")),
-            _two(run.best_eval.get("acceptance_length")), _two(run.smooth_loss.last), median_rate(run),
-            style.gib(peak) if peak else None, style.duration(run.seconds),
-        ])  # fmt: skip
+        rows.append(
+            [
+                run.path.name,
+                time.strftime("%Y-%m-%d %H:%M", time.localtime(run.start_time)) if run.start_time else None,
+                status_of(run, now=time.time()),
+                run.last_step.get("step"),
+                _two(run.last_eval.get("acceptance_length")),
+                _two(run.best_eval.get("acceptance_length")),
+                _two(run.smooth_loss.last),
+                median_rate(run),
+                style.gib(peak) if peak else None,
+                style.duration(run.seconds),
+            ]
+        )
     return Table(head, rows)
 
 
@@ -138,15 +145,34 @@ def comparison_panels(runs: Sequence[RunSeries]) -> list[Panel]:
     """Loss, held-out acceptance, throughput and memory, one curve a run."""
     acceptance = f"Held-out acceptance length ({BONUS})"
     panels = [
-        Panel("loss", "Training loss, smoothed", "step", "loss (nats per weighted slot)",
-              _lines(runs, lambda r: r.smooth_loss)),
-        Panel("acceptance", acceptance, "step", "tokens per target call",
-              _lines(runs, lambda r: r.eval_acceptance, markers=True), y_range=(1.0, None)),
-        Panel("rate", "Throughput", "time since start (s)", "tokens/s", _lines(runs, lambda r: r.step_rate),
-              y_range=(0.0, None)),
-        Panel("memory", "Memory in use, fullest device", "time since start (s)", "GiB",
-              _lines(runs, _fullest, unit=style.GIB), y_range=(0.0, None)),
-    ]  # fmt: skip
+        Panel(
+            "loss", "Training loss, smoothed", "step", "loss (nats per weighted slot)", _lines(runs, lambda r: r.smooth_loss)
+        ),
+        Panel(
+            "acceptance",
+            acceptance,
+            "step",
+            "tokens per target call",
+            _lines(runs, lambda r: r.eval_acceptance, markers=True),
+            y_range=(1.0, None),
+        ),
+        Panel(
+            "rate",
+            "Throughput",
+            "time since start (s)",
+            "tokens/s",
+            _lines(runs, lambda r: r.step_rate),
+            y_range=(0.0, None),
+        ),
+        Panel(
+            "memory",
+            "Memory in use, fullest device",
+            "time since start (s)",
+            "GiB",
+            _lines(runs, _fullest, unit=style.GIB),
+            y_range=(0.0, None),
+        ),
+    ]
     return [panel for panel in panels if not panel.empty]
 
 

@@ -17,9 +17,7 @@ PAGE, TEXT, RULE = "#FFFFFF", "#3D3D3D", "#E3E3E3"
 DASHES = {"solid": "-", "dash": "--", "dot": ":"}
 
 
-def png(
-    panels: Sequence[Panel], columns: int = 2, dpi: int = 86, panel_size: tuple[float, float] = (5.4, 2.95)
-) -> bytes:
+def png(panels: Sequence[Panel], columns: int = 2, dpi: int = 86, panel_size: tuple[float, float] = (5.4, 2.95)) -> bytes:
     """The panels on one white page, `columns` a row; `panel_size` in inches."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -29,9 +27,7 @@ def png(
     width, height = panel_size[0] * columns, panel_size[1] * rows
     page = Figure((width, height), dpi=dpi, facecolor=PAGE)
     canvas = FigureCanvasAgg(page)
-    for index, panel in enumerate(
-        panels
-    ):  # fixed margins: a constrained layout would cost more than the drawing
+    for index, panel in enumerate(panels):  # fixed margins: a constrained layout would cost more than the drawing
         row, column = divmod(index, columns)
         left, bottom = column * panel_size[0] + 0.95, height - (row + 1) * panel_size[1] + 0.55
         size = (panel_size[0] - 1.45) / width, (panel_size[1] - 1.12) / height
@@ -61,16 +57,7 @@ def _draw(page: Any, ax: Any, panel: Panel) -> None:
     if panel.empty:
         ax.set_xticks([])
         ax.set_yticks([])
-        ax.text(
-            0.5,
-            0.5,
-            panel.note,
-            ha="center",
-            va="center",
-            color=style.INK,
-            transform=ax.transAxes,
-            fontsize=9,
-        )
+        ax.text(0.5, 0.5, panel.note, ha="center", va="center", color=style.INK, transform=ax.transAxes, fontsize=9)
         return
     ax.set_xlabel(panel.x_title, fontsize=9, color=TEXT)
     ax.set_ylabel(panel.y_title, fontsize=9, color=TEXT)
@@ -81,18 +68,33 @@ def _draw(page: Any, ax: Any, panel: Panel) -> None:
     ax.set_axisbelow(True)
     for line in panel.lines:
         ax.plot(
-            line.x, line.y, color=line.colour, linestyle=DASHES[line.dash], linewidth=line.width * 0.8,
-            alpha=line.opacity, label=line.name, marker="o" if line.markers else None, markersize=3,
-        )  # fmt: skip
+            line.x,
+            line.y,
+            color=line.colour,
+            linestyle=DASHES[line.dash],
+            linewidth=line.width * 0.8,
+            alpha=line.opacity,
+            label=line.name,
+            marker="o" if line.markers else None,
+            markersize=3,
+        )
     if panel.spans:
         _draw_spans(ax, panel.spans, panel.lanes)
     _limit(ax, panel)
     handles, labels = ax.get_legend_handles_labels()
     ax.legend(
-        handles, legend_names(labels), loc="lower left", bbox_to_anchor=(-0.01, 0.99),
+        handles,
+        legend_names(labels),
+        loc="lower left",
+        bbox_to_anchor=(-0.01, 0.99),
         ncols=min(8, max(1, len(labels))),
-        frameon=False, fontsize=8, labelcolor=TEXT, handlelength=1.4, columnspacing=1.0, borderaxespad=0.1,
-    )  # fmt: skip
+        frameon=False,
+        fontsize=8,
+        labelcolor=TEXT,
+        handlelength=1.4,
+        columnspacing=1.0,
+        borderaxespad=0.1,
+    )
 
 
 def _limit(ax: Any, panel: Panel) -> None:
@@ -105,9 +107,7 @@ def _limit(ax: Any, panel: Panel) -> None:
 def _draw_heat(page: Any, ax: Any, heat: Heat) -> None:
     columns = heat.x if len(heat.x) > 1 else np.append(heat.x, heat.x + 1)
     z = heat.z if len(heat.x) > 1 else np.repeat(heat.z, 2, 1)
-    mesh = ax.pcolormesh(
-        columns, heat.y, z, cmap=style.SEQUENTIAL.lower(), vmin=0, vmax=heat.top, shading="nearest"
-    )
+    mesh = ax.pcolormesh(columns, heat.y, z, cmap=style.SEQUENTIAL.lower(), vmin=0, vmax=heat.top, shading="nearest")
     ax.yaxis.get_major_locator().set_params(integer=True)
     if not heat.scale:
         return
@@ -120,8 +120,6 @@ def _draw_spans(ax: Any, spans: Sequence[Spans], lanes: list[str]) -> None:
     place = {lane: index for index, lane in enumerate(lanes)}
     for group in spans:
         y = [place[lane] for lane in group.lanes]
-        ax.barh(
-            y, group.lengths, left=group.starts, height=0.7, color=group.colour, linewidth=0, label=group.name
-        )
+        ax.barh(y, group.lengths, left=group.starts, height=0.7, color=group.colour, linewidth=0, label=group.name)
     ax.set_yticks(range(len(lanes)), lanes)
     ax.grid(False, axis="y")

@@ -193,9 +193,7 @@ class StaticView:
         self._log.update(log_bundle(series), raw=True)
 
 
-def show_run(
-    run_path: str | os.PathLike[str], panels: Iterable[str] | None = None, columns: int = 2
-) -> RunSeries:
+def show_run(run_path: str | os.PathLike[str], panels: Iterable[str] | None = None, columns: int = 2) -> RunSeries:
     """Display a finished (or running) run once, in its static form; returns its series."""
     from IPython.display import display
 

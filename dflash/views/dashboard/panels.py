@@ -89,37 +89,24 @@ def loss_panel(run: RunSeries) -> Panel:
         lines.append(Line("smoothed", *run.smooth_loss.mean(), style.BLUE))
     if len(run.eval_loss):
         lines.append(Line("held-out", *run.eval_loss.mean(), style.VERMILLION, markers=True))
-    return Panel(
-        "loss",
-        "Loss",
-        "step",
-        "loss (nats per weighted slot)",
-        lines,
-        note="waits for the first training step",
-    )
+    return Panel("loss", "Loss", "step", "loss (nats per weighted slot)", lines, note="waits for the first training step")
 
 
 def acceptance_panel(run: RunSeries) -> Panel:
     lines = []
     if len(run.train_acceptance):
-        lines.append(
-            Line("training (smoothed)", *run.train_acceptance.mean(), style.SKY, hover=".3f", width=1.4)
-        )
+        lines.append(Line("training (smoothed)", *run.train_acceptance.mean(), style.SKY, hover=".3f", width=1.4))
     if len(run.eval_acceptance):
-        lines.append(
-            Line(
-                "held-out",
-                *run.eval_acceptance.mean(),
-                style.VERMILLION,
-                markers=True,
-                hover=".3f",
-                width=2.2,
-            )
-        )
+        lines.append(Line("held-out", *run.eval_acceptance.mean(), style.VERMILLION, markers=True, hover=".3f", width=2.2))
     return Panel(
-        "acceptance", f"Acceptance length ({BONUS})", "step", "tokens per target call", lines,
-        y_range=(1.0, None), note="waits for the first training step",
-    )  # fmt: skip
+        "acceptance",
+        f"Acceptance length ({BONUS})",
+        "step",
+        "tokens per target call",
+        lines,
+        y_range=(1.0, None),
+        note="waits for the first training step",
+    )
 
 
 def slots_panel(run: RunSeries) -> Panel:
@@ -130,12 +117,8 @@ def slots_panel(run: RunSeries) -> Panel:
     heat = None
     if rows.rows:
         z = rows.matrix()
-        heat = Heat(
-            np.array(rows.x), np.arange(1, z.shape[0] + 1), z, "share of blocks" if held_out else "accuracy"
-        )
-    return Panel(
-        "slots", title, "step", "slot in the block", heat=heat, note="waits for the first training step"
-    )
+        heat = Heat(np.array(rows.x), np.arange(1, z.shape[0] + 1), z, "share of blocks" if held_out else "accuracy")
+    return Panel("slots", title, "step", "slot in the block", heat=heat, note="waits for the first training step")
 
 
 def rate_panel(run: RunSeries) -> Panel:
@@ -145,31 +128,50 @@ def rate_panel(run: RunSeries) -> Panel:
         x, y = run.step_rate.mean()
         lines = [Line("training", x / scale, y, style.BLUE)]
     return Panel(
-        "rate", "Throughput by stage", _time_scale(run)[1], "tokens/s", lines, y_range=(0.0, None),
+        "rate",
+        "Throughput by stage",
+        _time_scale(run)[1],
+        "tokens/s",
+        lines,
+        y_range=(0.0, None),
         note="waits for the first timing",
-    )  # fmt: skip
+    )
 
 
 def queue_panel(run: RunSeries) -> Panel:
     return Panel(
-        "queue", "Queue between target and drafter", _time_scale(run)[1], "packs waiting",
-        _over_time(run.queue, run), y_range=(0.0, None),
+        "queue",
+        "Queue between target and drafter",
+        _time_scale(run)[1],
+        "packs waiting",
+        _over_time(run.queue, run),
+        y_range=(0.0, None),
         note="no queue in this run so far\n(cached features, or a single stage)",
-    )  # fmt: skip
+    )
 
 
 def memory_panel(run: RunSeries) -> Panel:
     return Panel(
-        "memory", "Memory in use by device", _time_scale(run)[1], "GiB", _over_time(run.memory, run,
-        style.GIB), y_range=(0.0, None), note="waits for the first device sample",
-    )  # fmt: skip
+        "memory",
+        "Memory in use by device",
+        _time_scale(run)[1],
+        "GiB",
+        _over_time(run.memory, run, style.GIB),
+        y_range=(0.0, None),
+        note="waits for the first device sample",
+    )
 
 
 def utilization_panel(run: RunSeries) -> Panel:
     return Panel(
-        "utilization", "Utilisation by device", _time_scale(run)[1], "busy (%)", _over_time(run.utilization,
-        run), y_range=(0.0, 102.0), note="waits for the second device sample",
-    )  # fmt: skip
+        "utilization",
+        "Utilisation by device",
+        _time_scale(run)[1],
+        "busy (%)",
+        _over_time(run.utilization, run),
+        y_range=(0.0, 102.0),
+        note="waits for the second device sample",
+    )
 
 
 def timeline_panel(run: RunSeries, per_worker: int = 40, window: float = 120.0) -> Panel:
@@ -195,9 +197,14 @@ def timeline_panel(run: RunSeries, per_worker: int = 40, window: float = 120.0) 
         for name, group in sorted(groups.items(), key=lambda item: (item[0] != "wait", item[0]))
     ]
     return Panel(
-        "timeline", "What each worker did", "seconds before the newest record (s)", "", spans=items,
-        lanes=lanes, note="this run writes no spans",
-    )  # fmt: skip
+        "timeline",
+        "What each worker did",
+        "seconds before the newest record (s)",
+        "",
+        spans=items,
+        lanes=lanes,
+        note="this run writes no spans",
+    )
 
 
 PANELS: dict[str, Callable[[RunSeries], Panel]] = {

@@ -29,9 +29,14 @@ def traces(panel: Panel) -> list[dict[str, Any]]:
 def shape_of(panel: Panel) -> tuple:
     """What must stay equal for new data to fit the traces that are already drawn."""
     return (
-        panel.title, panel.x_title, panel.empty, tuple((line.name, line.colour, line.dash) for line in
-        panel.lines), panel.heat is not None, tuple(spans.name for spans in panel.spans), tuple(panel.lanes),
-    )  # fmt: skip
+        panel.title,
+        panel.x_title,
+        panel.empty,
+        tuple((line.name, line.colour, line.dash) for line in panel.lines),
+        panel.heat is not None,
+        tuple(spans.name for spans in panel.spans),
+        tuple(panel.lanes),
+    )
 
 
 def figure(panel: Panel, height: int = PANEL_HEIGHT) -> go.Figure:
@@ -90,16 +95,8 @@ def _box(index: int, rows: int, columns: int, total: int, wide_labels: bool) -> 
 
 def _add_axes(layout: dict, panel: Panel, suffix: str, box: dict, total: int) -> None:
     common = {"gridcolor": style.GRID, "zeroline": False, "linecolor": style.GRID, "automargin": False}
-    x_axis = {
-        "domain": list(box["x"]),
-        "anchor": f"y{suffix}",
-        "title": {"text": panel.x_title, "standoff": 6},
-    }
-    y_axis = {
-        "domain": list(box["y"]),
-        "anchor": f"x{suffix}",
-        "title": {"text": panel.y_title, "standoff": 6},
-    }
+    x_axis = {"domain": list(box["x"]), "anchor": f"y{suffix}", "title": {"text": panel.x_title, "standoff": 6}}
+    y_axis = {"domain": list(box["y"]), "anchor": f"x{suffix}", "title": {"text": panel.y_title, "standoff": 6}}
     low, high = panel.y_range
     if high is not None:
         y_axis["range"] = [low, high]
@@ -117,10 +114,16 @@ def _add_axes(layout: dict, panel: Panel, suffix: str, box: dict, total: int) ->
     layout[f"xaxis{suffix}"] = {**common, **x_axis}
     layout[f"yaxis{suffix}"] = {**common, **y_axis}
     layout[f"legend{suffix}"] = {
-        "orientation": "h", "x": box["x"][0], "xanchor": "left", "yanchor": "bottom",
-        "y": box["y"][1] + 2 / total, "font": {"size": 11}, "bgcolor": "rgba(0,0,0,0)",
-        "itemsizing": "constant", "itemwidth": 30,
-    }  # fmt: skip
+        "orientation": "h",
+        "x": box["x"][0],
+        "xanchor": "left",
+        "yanchor": "bottom",
+        "y": box["y"][1] + 2 / total,
+        "font": {"size": 11},
+        "bgcolor": "rgba(0,0,0,0)",
+        "itemsizing": "constant",
+        "itemwidth": 30,
+    }
     layout["annotations"].append(
         {
             "text": f"<b>{panel.title}</b>",
@@ -132,7 +135,7 @@ def _add_axes(layout: dict, panel: Panel, suffix: str, box: dict, total: int) ->
             "y": box["y"][1] + 25 / total,
             "yanchor": "bottom",
             "font": {"size": 14},
-        }  # fmt: skip
+        }
     )
     if panel.empty and panel.note:
         layout["annotations"].append(
@@ -145,34 +148,51 @@ def _add_axes(layout: dict, panel: Panel, suffix: str, box: dict, total: int) ->
                 "y": sum(box["y"]) / 2,
                 "xanchor": "center",
                 "yanchor": "middle",
-            }  # fmt: skip
+            }
         )
 
 
 def _line(line: Line, name: str) -> dict[str, Any]:
     return {
-        "type": "scatter", "name": name, "x": _short(line.x), "y": _short(line.y),
-        "mode": "lines+markers" if line.markers else "lines", "opacity": line.opacity,
-        "line": {"color": line.colour, "width": line.width, "dash": line.dash}, "marker": {"size": 5},
+        "type": "scatter",
+        "name": name,
+        "x": _short(line.x),
+        "y": _short(line.y),
+        "mode": "lines+markers" if line.markers else "lines",
+        "opacity": line.opacity,
+        "line": {"color": line.colour, "width": line.width, "dash": line.dash},
+        "marker": {"size": 5},
         "hovertemplate": f"%{{x:.6~g}}: %{{y:{line.hover}}}<extra>{line.name}</extra>",
-    }  # fmt: skip
+    }
 
 
 def _heat(heat: Heat) -> dict[str, Any]:
     return {
-        "type": "heatmap", "x": _short(heat.x), "y": heat.y, "z": _short(heat.z),
-        "colorscale": style.SEQUENTIAL, "zmin": 0.0, "zmax": heat.top,
-        "showscale": heat.scale, "colorbar": {"thickness": 10, "outlinewidth": 0, "tickformat": ".0%"},
+        "type": "heatmap",
+        "x": _short(heat.x),
+        "y": heat.y,
+        "z": _short(heat.z),
+        "colorscale": style.SEQUENTIAL,
+        "zmin": 0.0,
+        "zmax": heat.top,
+        "showscale": heat.scale,
+        "colorbar": {"thickness": 10, "outlinewidth": 0, "tickformat": ".0%"},
         "hovertemplate": f"%{{x}}, %{{y}}: %{{z:.1%}}<extra>{heat.label}</extra>",
-    }  # fmt: skip
+    }
 
 
 def _spans(spans: Spans) -> dict[str, Any]:
     return {
-        "type": "bar", "orientation": "h", "name": spans.name, "y": spans.lanes, "base": _short(spans.starts),
-        "x": _short(spans.lengths), "marker": {"color": spans.colour, "line": {"width": 0}}, "width": 0.7,
+        "type": "bar",
+        "orientation": "h",
+        "name": spans.name,
+        "y": spans.lanes,
+        "base": _short(spans.starts),
+        "x": _short(spans.lengths),
+        "marker": {"color": spans.colour, "line": {"width": 0}},
+        "width": 0.7,
         "hovertemplate": f"%{{x:.3f}} s<extra>{spans.name}</extra>",
-    }  # fmt: skip
+    }
 
 
 def _short(values: np.ndarray) -> np.ndarray:

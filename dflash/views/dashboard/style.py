@@ -19,9 +19,15 @@ GIB = 2.0**30
 
 # Work is filled in a colour, waiting is grey: the eye should find the gaps.
 SPAN_COLOURS = {
-    "forward": BLUE, "backward": VERMILLION, "optimizer": PURPLE, "capture": GREEN, "compile": ORANGE,
-    "warmup": ORANGE, "evaluate": SKY, "wait": "#C4C4C4",
-}  # fmt: skip
+    "forward": BLUE,
+    "backward": VERMILLION,
+    "optimizer": PURPLE,
+    "capture": GREEN,
+    "compile": ORANGE,
+    "warmup": ORANGE,
+    "evaluate": SKY,
+    "wait": "#C4C4C4",
+}
 
 
 def series_style(index: int) -> tuple[str, str]:

@@ -73,9 +73,7 @@ class WidgetView:
         self._figure._config = {"displaylogo": False, "responsive": True}
         self._log = ipywidgets.HTML()
         self.update(series)
-        buttons = ipywidgets.HBox(
-            list(self._buttons.values()), layout=ipywidgets.Layout(flex_flow="row wrap")
-        )
+        buttons = ipywidgets.HBox(list(self._buttons.values()), layout=ipywidgets.Layout(flex_flow="row wrap"))
         self._box = ipywidgets.VBox([self._status, buttons, self._figure, self._log])
         self._meta = {"dflash": {"run": str(series.path)}}
         self._place = display(self._box, display_id=True)
@@ -168,9 +166,7 @@ def status_html(series: RunSeries, waiting: str = "") -> str:
         best = series.best_eval.get("acceptance_length")
         loss, rate, seconds = series.smooth_loss.last, series.step_rate.last, series.seconds
     state = {"resumed": "running"}.get(state, state)
-    colour = {"failed": style.VERMILLION, "completed": style.GREEN, "paused": style.ORANGE}.get(
-        state, style.BLUE
-    )
+    colour = {"failed": style.VERMILLION, "completed": style.GREEN, "paused": style.ORANGE}.get(state, style.BLUE)
     cells = [("step", f"{step or 0}" + (f" of {total}" if total else ""))]
     if loss is not None:
         cells.append(("loss", f"{loss:.3f}"))

@@ -33,9 +33,7 @@ def build_report(
     notebook_path = source / "report.ipynb" if source.is_dir() else source
     folder = Path(run) if run else (source if source.is_dir() else None)
     if source.is_dir() and not (notebook_path.exists() or holds_run(source)):
-        raise RunError(
-            f"{source} holds neither report.ipynb nor a run; give an executed notebook or a run folder"
-        )
+        raise RunError(f"{source} holds neither report.ipynb nor a run; give an executed notebook or a run folder")
     if not source.exists():
         raise RunError(f"{source} does not exist; give an executed notebook or a run folder")
     material = Material(title="", static=static)

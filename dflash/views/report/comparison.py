@@ -63,10 +63,18 @@ def _summary(runs: list[RunSeries], axes: list[str], out: Path) -> str:
     rows, links = [], {}
     for number, run in enumerate(runs):
         values, found = settings(run), run.last_eval.get("acceptance_length")
-        rows.append([
-            run.path.name, *(values.get(name) for name in axes), status_of(run), None if found is None else f"{found:.3f}",
-            run.best_eval.get("acceptance_length"), run.smooth_loss.last, median_rate(run), run.last_step.get("step"),
-        ])  # fmt: skip
+        rows.append(
+            [
+                run.path.name,
+                *(values.get(name) for name in axes),
+                status_of(run),
+                None if found is None else f"{found:.3f}",
+                run.best_eval.get("acceptance_length"),
+                run.smooth_loss.last,
+                median_rate(run),
+                run.last_step.get("step"),
+            ]
+        )
         if (run.path / "report.html").exists():
             near = run.path.parent == out.parent
             links[number] = f"{run.path.name}/report.html" if near else str(run.path / "report.html")

@@ -113,9 +113,7 @@ def _use_figure(output: Any, static: bool) -> None:
     data = output.get("data")
     if not data:
         return
-    for mime in [
-        m for m in data if m.startswith("application/vnd.jupyter.widget") or m.endswith("javascript")
-    ]:
+    for mime in [m for m in data if m.startswith("application/vnd.jupyter.widget") or m.endswith("javascript")]:
         del data[mime]
     if PLOTLY_MIME in data or "image/png" in data:
         figure = None if static else data.get(PLOTLY_MIME)

@@ -77,9 +77,7 @@ def document(material: Material, sections: list[tuple[str, str]], badge: str) ->
 
     css = CSS + HtmlFormatter(style="default").get_style_defs(".highlight")
     dark = HtmlFormatter(style="github-dark").get_style_defs(".highlight")
-    css += (
-        "@media (prefers-color-scheme: dark) {" + dark + "}.highlight,.highlight pre{background:var(--code)}"
-    )
+    css += "@media (prefers-color-scheme: dark) {" + dark + "}.highlight,.highlight pre{background:var(--code)}"
     body, links = [], []
     for title, content in sections:
         anchor = title.lower().replace(" ", "-")
@@ -87,9 +85,7 @@ def document(material: Material, sections: list[tuple[str, str]], badge: str) ->
         heading = "" if title == "Summary" else f"<h2>{escape(title)}</h2>"
         kind = ' class="failure"' if title == "What failed" else ""
         body.append(f'<section id="{anchor}"{kind}>{heading}{content}</section>')
-    header = (
-        f"<header><h1>{badge}{escape(material.title)}</h1><nav>{''.join(links[1:])}</nav></header>"
-    )
+    header = f"<header><h1>{badge}{escape(material.title)}</h1><nav>{''.join(links[1:])}</nav></header>"
     script = "" if material.static else plotly_script()
     made = time.strftime("%Y-%m-%d %H:%M")
     return (
@@ -111,11 +107,7 @@ def summary_html(material: Material) -> str:
     """Headline, numbers, and the story in four lines."""
     series = material.series
     if series is None or not series.records:
-        text = (
-            "This notebook ran to its end."
-            if material.status == "completed"
-            else "There is no run to report."
-        )
+        text = "This notebook ran to its end." if material.status == "completed" else "There is no run to report."
         return f"<p>{text}</p>" if material.status != "failed" else ""
     environment = (series.run_start or {}).get("environment") or _json(series.path / ENVIRONMENT_NAME)
     status = status_of(series, now=time.time())
@@ -227,10 +219,7 @@ def curves_html(series: RunSeries, static: bool) -> str:
 def events_html(series: RunSeries) -> str:
     """Faults, warmups and checkpoints as a table, and the log's tail."""
     start = series.start_time or 0.0
-    rows = [
-        (w.get("t"), "warmup", f"{w.get('device')}: {style.duration(w.get('seconds'))}")
-        for w in series.warmups
-    ]
+    rows = [(w.get("t"), "warmup", f"{w.get('device')}: {style.duration(w.get('seconds'))}") for w in series.warmups]
     for c in series.checkpoints:
         took = f" in {style.duration(c['seconds'])}" if c.get("seconds") is not None else ""
         rows.append((c.get("t"), "checkpoint", f"step {c.get('step')}, {c.get('path')}{took}"))
@@ -262,11 +251,7 @@ def configuration_html(series: RunSeries) -> str:
     environment = (series.run_start or {}).get("environment") or _json(series.path / ENVIRONMENT_NAME)
     packages = {name: version for name, version in (environment.get("packages") or {}).items() if version}
     source = environment.get("source") or {}
-    commit = (
-        f"{source['commit']}{' with local changes' if source.get('changed') else ''}"
-        if source.get("commit")
-        else None
-    )
+    commit = f"{source['commit']}{' with local changes' if source.get('changed') else ''}" if source.get("commit") else None
     facts = {
         "Python": environment.get("python"),
         "platform": environment.get("platform"),
@@ -276,9 +261,7 @@ def configuration_html(series: RunSeries) -> str:
         **(environment.get("variables") or {}),
     }
     rows = "".join(
-        f"<tr><th>{escape(str(key))}</th><td>{escape(str(value))}</td></tr>"
-        for key, value in facts.items()
-        if value
+        f"<tr><th>{escape(str(key))}</th><td>{escape(str(value))}</td></tr>" for key, value in facts.items() if value
     )
     return f'<div class="columns">{settings}<table>{rows}</table></div>'
 

@@ -63,8 +63,7 @@ def headline(series: RunSeries, status: str) -> str:
     if first is not None and series.first_eval.get("step") != series.last_eval.get("step"):
         gain = f", from {first:.2f} at step {series.first_eval.get('step')}"
     return (
-        f"{verb} after {steps} with a held-out acceptance length of {acceptance:.2f} tokens per target call "
-        f"({BONUS}){gain}."
+        f"{verb} after {steps} with a held-out acceptance length of {acceptance:.2f} tokens per target call ({BONUS}){gain}."
     )
 
 
@@ -134,9 +133,7 @@ def bottleneck(series: RunSeries) -> str:
         total = share.setdefault(kind, [0.0, 0.0])
         total[0] += busy
         total[1] += waiting
-    waits = {
-        kind: waiting / (busy + waiting) for kind, (busy, waiting) in share.items() if busy + waiting > 0
-    }
+    waits = {kind: waiting / (busy + waiting) for kind, (busy, waiting) in share.items() if busy + waiting > 0}
     if "target" in waits and "drafter" in waits:
         target, drafter = waits["target"], waits["drafter"]
         facts = f"drafters waited {drafter:.0%} of their time, targets {target:.0%}"
@@ -183,10 +180,7 @@ def findings(series: RunSeries, status: str) -> list[Finding]:
     for fault in series.faults:
         step = f" at step {fault['step']}" if fault.get("step") is not None else ""
         found.append(
-            Finding(
-                "bad",
-                f"{fault.get('worker')}{step}: {fault.get('type')}: {_first_line(fault.get('message'))}",
-            )
+            Finding("bad", f"{fault.get('worker')}{step}: {fault.get('type')}: {_first_line(fault.get('message'))}")
         )
     if series.not_finite:
         count = series.not_finite
@@ -222,9 +216,7 @@ def _curves(series: RunSeries) -> list[Finding]:
         )
     change = _drift(series.smooth_loss)
     if change is not None and change > 0.02:
-        found.append(
-            Finding("odd", f"The loss rose by {change:.0%} between the run's second and last quarter.")
-        )
+        found.append(Finding("odd", f"The loss rose by {change:.0%} between the run's second and last quarter."))
     change = _drift(series.step_rate)
     if change is not None and change < -0.15:
         found.append(Finding("odd", f"Throughput fell by {-change:.0%} between the second and last quarter."))
@@ -237,10 +229,7 @@ def _devices(series: RunSeries) -> list[Finding]:
         change = _drift(memory, since=series.first_step_at or 0.0)
         if change is not None and change > (FLAT_PROCESS if name == "cpu" else FLAT):
             found.append(
-                Finding(
-                    "odd",
-                    f"Memory in use on {name} grew by {change:.0%} between the second and last quarter.",
-                )
+                Finding("odd", f"Memory in use on {name} grew by {change:.0%} between the second and last quarter.")
             )
         peak, total = series.memory_peak.get(name), series.memory_total.get(name)
         if peak and total and name != "cpu" and peak > 0.95 * total:
