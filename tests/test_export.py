@@ -240,6 +240,8 @@ def test_published_shards_and_prefix_are_read(tmp_path):
         ({"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 9}, "causal inside a block"),
         ({"is_causal": True}, "causal"),
         ({"attention_bias": True}, "biases"),
+        ({"add_swa_attention_sink_bias": True}, "attention sinks"),
+        ({"is_neox_style": False}, "in pairs"),
         ({"hidden_act": "gelu"}, "activation is gelu"),
         ({"rope_parameters": {"rope_theta": 1e7, "rope_type": "yarn", "factor": 4.0}}, "yarn"),
         ({"rope_parameters": {"rope_theta": 1e7, "rope_type": "default", "partial_rotary_factor": 0.25}}, "only 0.25"),
@@ -260,6 +262,53 @@ def test_what_cannot_be_computed_is_refused_by_name(tmp_path, changes, words):
     folder = foreign(tmp_path / "p", random_drafter(tiny_target()), **changes)
     with pytest.raises(ConfigError, match=words):
         import_drafter(folder)
+
+
+@pytest.mark.parametrize(
+    "key, value, words",
+    [
+        ("attention_sink_bias", True, "attention sinks"),
+        ("causal", True, "blocks are causal"),
+        ("use_swa", True, "use_swa"),
+        ("attention_value_scale", 0.5, "attention_value_scale = 0.5"),
+    ],
+)
+def test_what_servers_compute_by_a_nested_key_is_refused_too(tmp_path, key, value, words):
+    inner = published_config()["dflash_config"]
+    folder = foreign(tmp_path / "p", random_drafter(tiny_target()), dflash_config=inner | {key: value})
+    with pytest.raises(ConfigError, match=words):
+        import_drafter(folder)
+    default = 1.0 if key == "attention_value_scale" else False
+    import_drafter(foreign(tmp_path / "q", random_drafter(tiny_target()), dflash_config=inner | {key: default}))
+
+
+def test_keys_of_servers_are_written_though_they_are_defaults(tmp_path):
+    export(random_drafter(tiny_target()), tmp_path / "z", "zlab")
+    config = json.loads((tmp_path / "z/config.json").read_text())
+    assert config["is_causal"] is config["dflash_config"]["causal"] is False
+    assert config["dflash_config"]["attention_sink_bias"] is False and config["use_sliding_window"] is False
+    assert config["rope_parameters"] == {"rope_theta": config["rope_theta"], "rope_type": "default"}
+    assert config["layer_types"] == ["full_attention"] * 2 and config["sliding_window"] is None
+
+
+@pytest.mark.parametrize("layout", ["zlab", "speculators"])
+def test_more_layer_ids_than_target_layers_are_refused(tmp_path, layout):
+    """Case 77: the config would name the output of a layer that the target does not have."""
+    drafter = random_drafter(tiny_target(layer_ids=(0, 3)))
+    with pytest.raises(ConfigError, match="num_target_layers is 2, .* layer 3 .* at least 4"):
+        export_drafter(drafter, tmp_path / "x", layout, "some/target", num_target_layers=2)
+    assert not (tmp_path / "x").exists()
+    export_drafter(drafter, tmp_path / "x", layout, "some/target", num_target_layers=4)
+
+
+@pytest.mark.parametrize("layout", ["zlab", "speculators"])
+def test_tensors_of_two_dtypes_are_refused(tmp_path, layout):
+    """Case 77: a config states one dtype; a norm that stayed in float32 would be read as another."""
+    drafter = random_drafter(tiny_target()).bfloat16()
+    drafter.layers[1].input_layernorm.float()
+    with pytest.raises(ConfigError, match="layers.1.input_layernorm.weight is float32; convert them with --dtype"):
+        export(drafter, tmp_path / "x", layout)
+    export(drafter.bfloat16(), tmp_path / "x", layout)
 
 
 def test_broken_folders(tmp_path):

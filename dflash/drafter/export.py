@@ -68,6 +68,7 @@ def export_drafter(
         save_drafter(drafter, out, target_name)
         return []
     settings = drafter_settings(drafter, target_name)
+    _refuse_unreadable(drafter, num_target_layers)
     tensors = {name: value.detach().cpu().contiguous() for name, value in drafter.state_dict().items()}
     dtype = str(drafter.fc.weight.dtype).removeprefix("torch.")
     verifier = verifier or PUBLISHED.get(str(target_name).lower(), str(target_name))
@@ -93,6 +94,23 @@ def export_drafter(
     (out / "README.md").write_text(_card(settings, layout, verifier, dtype, remarks))
     _verify(out, tensors)
     return remarks
+
+
+def _refuse_unreadable(drafter: DFlashDrafter, num_target_layers: int | None) -> None:
+    """Raise ConfigError for what a reader of the config would get wrong: a layer past the target's last, or one dtype
+    in the config and another in some tensor."""
+    last = max(drafter.target_layer_ids)
+    if num_target_layers is not None and last >= num_target_layers:
+        raise ConfigError(
+            f"num_target_layers is {num_target_layers}, and the drafter reads the output of layer {last} (0-based); "
+            f"give the target's own number, at least {last + 1}, or leave it out to have it read from the target"
+        )
+    kinds: dict[torch.dtype, str] = {}
+    for name, value in drafter.state_dict().items():
+        kinds.setdefault(value.dtype, name)
+    if len(kinds) > 1:
+        found = ", ".join(f"{name} is {str(dtype).removeprefix('torch.')}" for dtype, name in kinds.items())
+        raise ConfigError(f"the layouts state one dtype for all tensors, and {found}; convert them with --dtype")
 
 
 def _vocabulary_tensors(drafter: DFlashDrafter, ids: Tensor, head: Tensor | None) -> dict[str, Tensor]:

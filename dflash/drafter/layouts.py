@@ -67,7 +67,9 @@ def zlab_config(settings: Mapping[str, Any], dtype: str, num_target_layers: int)
         **stack_config(config, dtype),
         "block_size": settings["block_size"],
         "dflash_config": {
+            "attention_sink_bias": False,
             "block_size": settings["block_size"],
+            "causal": False,
             "mask_token_id": settings["mask_token_id"],
             "target_layer_ids": list(settings["target_layer_ids"]),
         },
@@ -137,16 +139,23 @@ def _from_zlab(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     mask = inner.get("mask_token_id")
     _require(block_size=block_size, target_layer_ids=layers, mask_token_id=mask)
     stack, limits = _stack(config)
+    causal = config.get("is_causal", inner.get("causal"))
     if any(kind == "sliding_attention" for kind in config.get("layer_types") or []):
-        if config.get("is_causal", None) is not False:
+        if causal is not False:
             limits.append("its sliding layers are causal inside a block; here blocks see themselves both ways")
         limits.append("it counts the sliding window from each slot, here it is counted from the anchor")
-    elif config.get("is_causal"):
+    elif causal:
         limits.append("its blocks are causal; here they see themselves both ways")
-    for name in ("final_logit_softcapping", "output_multiplier", "input_embedding_scale"):
+    for name in ("final_logit_softcapping", "output_multiplier", "input_embedding_scale", "attention_value_scale"):
         value = inner.get(name, config.get(name))
         if value not in (None, 1.0):
             limits.append(f"it applies {name} = {value}")
+    if inner.get("attention_sink_bias", config.get("add_swa_attention_sink_bias")):
+        limits.append("its heads have attention sinks")
+    if inner.get("use_swa") and not stack["sliding_window"]:
+        limits.append("it forces a sliding window on every layer (use_swa)")
+    if config.get("is_neox_style") is False:
+        limits.append("it rotates neighbouring features in pairs (is_neox_style false)")
     more = {"num_target_layers": config.get("num_target_layers")}
     return _settings(stack, layers, block_size, mask, None) | more, limits
 
