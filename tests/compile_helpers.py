@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 import torch
 import torch._dynamo.config as dynamo_config
+from patience import PATIENCE
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from dflash import compile_safety
@@ -33,7 +34,7 @@ def clean_compiler() -> Iterator[None]:
 
 
 @contextmanager
-def held_trace(seconds: float = 20.0) -> Iterator[threading.Event]:
+def held_trace(seconds: float = PATIENCE) -> Iterator[threading.Event]:
     """Another thread inside torch.fx.symbolic_trace until the block ends, the event is set, or `seconds` pass."""
     inside, release = threading.Event(), threading.Event()
 
@@ -44,15 +45,15 @@ def held_trace(seconds: float = 20.0) -> Iterator[threading.Event]:
 
     thread = threading.Thread(target=lambda: torch.fx.symbolic_trace(function), daemon=True, name="holder")
     thread.start()
-    assert inside.wait(20)
+    assert inside.wait(PATIENCE)
     try:
         yield release
     finally:
         release.set()
-        thread.join(20)
+        thread.join(PATIENCE)
 
 
-def run_threads(*bodies: Callable[[], object], timeout: float = 60.0) -> list[BaseException | None]:
+def run_threads(*bodies: Callable[[], object], timeout: float = PATIENCE) -> list[BaseException | None]:
     """Run the bodies at once; returns each one's exception, or None. A thread that does not end fails the test."""
     errors: list[BaseException | None] = [None] * len(bodies)
 

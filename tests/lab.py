@@ -12,6 +12,8 @@ import time
 import urllib.request
 from pathlib import Path
 
+from patience import PATIENCE
+
 CHROMIUM = next((p for name in ("chromium", "chromium-browser", "google-chrome") if (p := shutil.which(name))), None)
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
 PLOT = ".js-plotly-plot"
@@ -60,7 +62,7 @@ class Server:
                 stdout=log,
                 stderr=subprocess.STDOUT,
             )
-        deadline = time.time() + 90
+        deadline = time.time() + PATIENCE
         while time.time() < deadline:
             try:
                 urllib.request.urlopen(f"http://127.0.0.1:{self.port}/api/status", timeout=2)
@@ -76,7 +78,7 @@ class Server:
     def stop(self) -> None:
         self.process.terminate()
         try:
-            self.process.wait(20)
+            self.process.wait(60)
         except subprocess.TimeoutExpired:
             self.process.kill()
 
@@ -90,8 +92,8 @@ class Notebook:
 
     def open(self) -> None:
         self.page.goto(self.server.url(self.name))
-        self.page.wait_for_selector(".jp-Notebook .jp-Cell", timeout=90_000)
-        self.page.wait_for_selector(".jp-Notebook-ExecutionIndicator:not([data-status=unknown])", timeout=90_000)
+        self.page.wait_for_selector(".jp-Notebook .jp-Cell")
+        self.page.wait_for_selector(".jp-Notebook-ExecutionIndicator:not([data-status=unknown])")
         time.sleep(2)
         self.answer_dialog()
 
@@ -104,7 +106,7 @@ class Notebook:
 
     def run_all(self) -> None:
         self.answer_dialog()
-        self.page.wait_for_selector(".jp-Notebook-ExecutionIndicator[data-status=idle]", timeout=90_000)
+        self.page.wait_for_selector(".jp-Notebook-ExecutionIndicator[data-status=idle]")
         self.page.click(".lm-MenuBar-itemLabel:text-is('Run')")
         self.page.click(".lm-Menu-itemLabel:text-is('Run All Cells')")
 
@@ -121,16 +123,7 @@ class Notebook:
         return self.page.evaluate(POINTS)
 
     def press(self, label: str) -> None:
-        self.page.click(f".jupyter-button:has-text('{label}'):not([disabled])", timeout=30_000)
-
-    def wait(self, what, seconds: float = 60.0, why: str = "") -> None:
-        """Until `what()` is true; AssertionError naming `why` otherwise."""
-        deadline = time.time() + seconds
-        while time.time() < deadline:
-            if what():
-                return
-            time.sleep(0.25)
-        raise AssertionError(f"not within {seconds:.0f} s: {why}")
+        self.page.click(f".jupyter-button:has-text('{label}'):not([disabled])")
 
     def sees(self, text: str) -> bool:
         return self.page.locator(f".jp-OutputArea-output:has-text('{text}')").count() > 0

@@ -14,6 +14,7 @@ import nbformat
 import pytest
 from lab import CHROMIUM, FLAGS, PLOT, STATIC, WIDTHS, Notebook, Server
 from notebook_factory import write_notebook
+from patience import PATIENCE, wait_until
 from synthetic_run import write_run
 
 from dflash.runs.record import read_metrics
@@ -22,7 +23,6 @@ from dflash.views.report import build_report
 ROOT = Path(__file__).parent.parent
 pytestmark = [
     pytest.mark.browser,
-    pytest.mark.timeout(900),
     pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed (apt-get install chromium)"),
     pytest.mark.skipif(importlib.util.find_spec("playwright") is None, reason="pip install playwright"),
 ]
@@ -64,6 +64,7 @@ def open_notebook(browser, server, shots):
 
     def opened(name: str, height: int = 1500) -> Notebook:
         context = browser.new_context(viewport={"width": 1400, "height": height})
+        context.set_default_timeout(PATIENCE * 1000)
         contexts.append(context)
         return Notebook(context.new_page(), server, name, shots)
 
@@ -76,10 +77,10 @@ def open_notebook(browser, server, shots):
 LOOP = f"""
 import random, sys, time
 sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
-from dflash.background import BackgroundRun
-from dflash.control import RunControl
-from dflash.dashboard import LiveDashboard
-from dflash.telemetry import Run
+from dflash.launch.background import BackgroundRun
+from dflash.runs.control import RunControl
+from dflash.views.dashboard import LiveDashboard
+from dflash.runs.record import Run
 from synthetic_run import write_step
 run, rng = Run.create("runs", {{"steps": steps}}, run_id), random.Random(0)
 def train(control):
@@ -112,41 +113,41 @@ def test_background_training_moves_pauses_resumes_reconnects_and_stops(folder, o
     run = folder / "runs" / "background"
     book = open_notebook("background.ipynb")
     book.run_all()
-    book.page.wait_for_selector(PLOT, timeout=120_000)
-    book.wait(lambda: book.points() > 50, 60, "the plot gets its first points")
+    book.page.wait_for_selector(PLOT)
+    wait_until(lambda: book.points() > 50, "the plot gets its first points")
     before = book.points()
-    book.wait(lambda: book.points() > before + 50, 60, "the plot grows while training runs")
-    book.wait(lambda: book.sees("a later cell ran meanwhile"), 30, "the cell had returned at once")
+    wait_until(lambda: book.points() > before + 50, "the plot grows while training runs")
+    wait_until(lambda: book.sees("a later cell ran meanwhile"), "the cell had returned at once")
     width, place = book.page.evaluate(WIDTHS)
     assert abs(width - place) < 8, "the plot is as wide as its cell"
     assert book.page.locator(PLOT).count() == 1
     book.shot("1-background-running")
 
     book.press("Pause")
-    book.wait(lambda: kinds(run, "control")[-1:] and kinds(run, "control")[-1]["state"] == "paused", 30, "the run pauses")
-    book.wait(lambda: book.sees("paused"), 30, "the dashboard says so")
+    wait_until(lambda: kinds(run, "control")[-1:] and kinds(run, "control")[-1]["state"] == "paused", "the run pauses")
+    wait_until(lambda: book.sees("paused"), "the dashboard says so")
     held = steps(run)
     time.sleep(2)
     assert steps(run) == held
     book.press("Checkpoint now")
-    book.wait(lambda: kinds(run, "checkpoint"), 30, "a checkpoint while paused")
+    wait_until(lambda: kinds(run, "checkpoint"), "a checkpoint while paused")
     book.shot("2-background-paused")
     book.press("Resume")
-    book.wait(lambda: steps(run) > held + 5, 30, "the run goes on")
+    wait_until(lambda: steps(run) > held + 5, "the run goes on")
 
     book.save()
     book.open()  # reload
-    book.page.wait_for_selector(PLOT, timeout=120_000)
-    book.wait(lambda: book.points() > 50, 60, "the plot is back after the reload")
+    book.page.wait_for_selector(PLOT)
+    wait_until(lambda: book.points() > 50, "the plot is back after the reload")
     before = book.points()
-    book.wait(lambda: book.points() > before + 20, 60, "and still follows the run")
+    wait_until(lambda: book.points() > before + 20, "and still follows the run")
     book.shot("3-background-after-reload")
 
     book.press("Stop")
-    book.wait(lambda: kinds(run, "run_end"), 30, "the run ends")
+    wait_until(lambda: kinds(run, "run_end"), "the run ends")
     assert kinds(run, "run_end")[0]["status"] == "interrupted"
-    book.wait(lambda: book.page.locator(".jupyter-button").count() == 0, 60, "the buttons go")
-    book.page.wait_for_selector(".jp-OutputArea-output img", timeout=60_000)  # a reloaded page keeps the image
+    wait_until(lambda: book.page.locator(".jupyter-button").count() == 0, "the buttons go")
+    book.page.wait_for_selector(".jp-OutputArea-output img")  # a reloaded page keeps the image
     book.shot("4-background-stopped")
 
 
@@ -160,21 +161,21 @@ def test_buttons_reach_a_cell_that_is_still_training(folder, open_notebook):
     run = folder / "runs" / "foreground"
     book = open_notebook("foreground.ipynb")
     book.run_all()
-    book.page.wait_for_selector(PLOT, timeout=120_000)
-    book.wait(lambda: book.points() > 50, 60, "the plot gets points while its cell is busy")
+    book.page.wait_for_selector(PLOT)
+    wait_until(lambda: book.points() > 50, "the plot gets points while its cell is busy")
     book.shot("5-foreground-running")
     book.press("Pause")
-    book.wait(lambda: kinds(run, "control")[-1:] and kinds(run, "control")[-1]["state"] == "paused", 30, "it pauses")
+    wait_until(lambda: kinds(run, "control")[-1:] and kinds(run, "control")[-1]["state"] == "paused", "it pauses")
     book.press("Resume")
-    book.wait(lambda: kinds(run, "control")[-1]["state"] == "resumed", 30, "it resumes")
+    wait_until(lambda: kinds(run, "control")[-1]["state"] == "resumed", "it resumes")
     book.press("Stop")
-    book.wait(lambda: book.sees("stopped"), 60, "the cell ends")
-    book.wait(lambda: book.page.locator(".jupyter-button").count() == 0, 60, "the static plot takes the place")
-    book.page.wait_for_selector(STATIC, state="attached", timeout=60_000)
+    wait_until(lambda: book.sees("stopped"), "the cell ends")
+    wait_until(lambda: book.page.locator(".jupyter-button").count() == 0, "the static plot takes the place")
+    book.page.wait_for_selector(STATIC, state="attached")
     book.shot("6-foreground-stopped")
     book.page.mouse.move(700, 40)
     book.page.mouse.move(700, 900)
-    book.page.wait_for_selector(PLOT, timeout=60_000)  # JupyterLab shows the image until the pointer comes near
+    book.page.wait_for_selector(PLOT)  # JupyterLab shows the image until the pointer comes near
     book.save()
     saved = nbformat.read(folder / "foreground.ipynb", as_version=4)
     outputs = [o for c in saved.cells for o in c.get("outputs", []) if "image/png" in (o.get("data") or {})]
@@ -193,9 +194,9 @@ def test_a_failure_in_the_cell_leaves_the_plot_and_the_traceback(folder, open_no
     )
     book = open_notebook("failing.ipynb")
     book.run_all()
-    book.wait(lambda: book.sees("this run was meant to fail"), 120, "the traceback is in the cell")
-    book.wait(lambda: book.page.locator(".jupyter-button").count() == 0, 60, "no dead widgets remain")
-    book.page.wait_for_selector(STATIC, state="attached", timeout=60_000)
+    wait_until(lambda: book.sees("this run was meant to fail"), "the traceback is in the cell")
+    wait_until(lambda: book.page.locator(".jupyter-button").count() == 0, "no dead widgets remain")
+    book.page.wait_for_selector(STATIC, state="attached")
     book.shot("7-failing")
 
 
@@ -212,7 +213,7 @@ def test_an_untrusted_notebook_still_shows_an_image(folder, open_notebook, tmp_p
     out = folder / "untrusted.ipynb"
     papermill.execute_notebook(str(path), str(out), parameters={"folder": str(made)}, progress_bar=False)
     book = open_notebook("untrusted.ipynb")
-    book.page.wait_for_selector(STATIC, state="attached", timeout=60_000)
+    book.page.wait_for_selector(STATIC, state="attached")
     assert book.page.locator(PLOT).count() == 0
     book.shot("8-untrusted")
 
@@ -223,6 +224,7 @@ def test_a_report_draws_offline(browser, shots, tmp_path, scheme):
     made = write_run(tmp_path, "demo", steps=200, devices=8, fault=failed, end="failed" if failed else "completed")
     report = build_report(made)
     context = browser.new_context(viewport={"width": 1200, "height": 1000}, color_scheme=scheme, offline=True)
+    context.set_default_timeout(PATIENCE * 1000)
     page, errors = context.new_page(), []
     page.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
     page.on("requestfailed", lambda request: errors.append(request.url[:200]))
@@ -230,7 +232,7 @@ def test_a_report_draws_offline(browser, shots, tmp_path, scheme):
     for y in range(0, page.evaluate("document.documentElement.scrollHeight"), 600):
         page.evaluate(f"window.scrollTo(0, {y})")
         time.sleep(0.2)
-    page.wait_for_function(f"document.querySelectorAll('{PLOT}').length === 8", timeout=60_000)
+    page.wait_for_function(f"document.querySelectorAll('{PLOT}').length === 8")
     overflow = page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
     assert overflow <= 0 and not errors
     page.evaluate("window.scrollTo(0, 0)")
@@ -274,24 +276,24 @@ def test_real_training_is_seen_paused_resumed_and_stopped(folder, open_notebook,
     run = tmp_path / "browser"
     book = open_notebook("05_train.ipynb", height=2200)
     book.run_all()
-    book.page.wait_for_selector(PLOT, timeout=240_000)
-    book.wait(lambda: steps(run) > 5, 400, "training starts")
+    book.page.wait_for_selector(PLOT)
+    wait_until(lambda: steps(run) > 5, "training starts")
     book.page.locator(PLOT).scroll_into_view_if_needed()
     before = book.points()
-    book.wait(lambda: book.points() > before + 5, 90, "the plot grows while the cell trains")
+    wait_until(lambda: book.points() > before + 5, "the plot grows while the cell trains")
     book.shot("10-train-running")
     book.press("Pause")
-    book.wait(lambda: kinds(run, "control")[-1:] and kinds(run, "control")[-1]["state"] == "paused", 60, "it pauses")
+    wait_until(lambda: kinds(run, "control")[-1:] and kinds(run, "control")[-1]["state"] == "paused", "it pauses")
     held = steps(run)
     time.sleep(2)
     assert steps(run) <= held + 1
     book.press("Resume")
-    book.wait(lambda: steps(run) > held + 2, 60, "it resumes")
+    wait_until(lambda: steps(run) > held + 2, "it resumes")
     book.press("Stop")
-    book.wait(lambda: kinds(run, "run_end"), 120, "it ends")
+    wait_until(lambda: kinds(run, "run_end"), "it ends")
     assert kinds(run, "run_end")[0]["status"] == "interrupted"
-    book.page.wait_for_selector(STATIC, state="attached", timeout=90_000)
-    book.wait(lambda: book.sees("acceptance length"), 90, "the later cells run")
+    book.page.wait_for_selector(STATIC, state="attached")
+    wait_until(lambda: book.sees("acceptance length"), "the later cells run")
     book.shot("11-train-stopped")
 
 
@@ -303,6 +305,6 @@ def test_the_threaded_launch_runs_in_the_browser(folder, open_notebook):
     book.run_all()
     time.sleep(3)
     idle = ".jp-Notebook-ExecutionIndicator[data-status=idle]"
-    book.wait(lambda: book.page.locator(idle).count() and not book.page.locator("text='[*]:'").count(), 400, "it ends")
+    wait_until(lambda: book.page.locator(idle).count() and not book.page.locator("text='[*]:'").count(), "it ends")
     book.shot("12-threaded-launch")
     assert not book.page.locator(".jp-OutputArea-output[data-mime-type*='error']").count()

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.utils.checkpoint
 from compile_helpers import boundary, case, clean_compiler, held_trace, reference, run_threads
+from patience import PATIENCE
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.nn.attention.flex_attention import flex_attention
@@ -175,10 +176,10 @@ def test_sealed_threads_beside_a_tracing_loop_never_recompile():
             thread = threading.Thread(target=noise, daemon=True)
             thread.start()
             try:
-                errors = run_threads(*(lambda i=i: worker(i) for i in range(3)), timeout=200)
+                errors = run_threads(*(lambda i=i: worker(i) for i in range(3)))
             finally:
                 stop.set()
-                thread.join(20)
+                thread.join(PATIENCE)
             records = compile_safety.recorded_traces()
     assert errors == [None] * 3 and calls == [1000] * 3
     assert traces[0] > 10 and counters["stats"]["unique_graphs"] == graphs
@@ -225,17 +226,17 @@ def test_twenty_cold_launches_beside_eager_targets_and_a_tracer():
             got = [None] * 3
 
             def drafter(i, compiled=compiled, barrier=barrier, got=got):
-                barrier.wait(20)
+                barrier.wait(PATIENCE)
                 for _ in range(3):
                     got[i] = grads(compiled, *inputs[i])
 
             def targets(barrier=barrier):
-                barrier.wait(20)
+                barrier.wait(PATIENCE)
                 for _ in range(20):
                     assert torch.equal(target(prompt), expected_target)
 
             def tracer(barrier=barrier):
-                barrier.wait(20)
+                barrier.wait(PATIENCE)
                 for _ in range(3):
                     torch.fx.symbolic_trace(target)
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 
 import torch
 from compile_helpers import run_threads
+from patience import PATIENCE
 
 from dflash.compile_safety import GateTimeoutError, TraceGate
 from dflash.compile_safety.gate import in_backward
 
 
 def gate(**kwargs) -> TraceGate:
-    return TraceGate(**{"timeout": 10.0, "passes": lambda: False, **kwargs})
+    return TraceGate(**{"timeout": PATIENCE, "passes": lambda: False, **kwargs})
 
 
 def test_shared_holders_overlap_and_exclusive_ones_do_not():
@@ -21,7 +23,7 @@ def test_shared_holders_overlap_and_exclusive_ones_do_not():
 
     def shared() -> None:
         with tested.shared():
-            inside.wait(5)  # only passes when all three are inside at once
+            inside.wait(PATIENCE)  # only passes when all three are inside at once
 
     assert run_threads(shared, shared, shared) == [None] * 3
 
@@ -42,7 +44,7 @@ def test_exclusive_waits_for_shared_and_the_other_way_round():
         thread.start()
         time.sleep(0.1)
         order.append("shared ends")
-    thread.join(5)
+    thread.join(PATIENCE)
     assert order == ["shared ends", "exclusive"]
 
 
@@ -60,7 +62,7 @@ def test_two_threads_that_hold_the_shared_side_can_both_upgrade():
 
     def upgrade() -> None:
         with tested.shared():
-            both.wait(5)
+            both.wait(PATIENCE)
             with tested.exclusive():
                 alone.append(1)
                 assert len(alone) == 1
@@ -87,27 +89,20 @@ def test_the_shared_hold_is_back_after_an_upgrade():
             time.sleep(0.1)
         time.sleep(0.1)
         order.append("holder")
-    thread.join(5)
+    thread.join(PATIENCE)
     assert order == ["holder", "other"]
 
 
 def test_a_tracing_loop_and_busy_callers_do_not_starve_each_other():
-    tested, stop, traces, calls = gate(), threading.Event(), [0], [0, 0]
+    tested, seen = gate(), [0, 0, 0]  # how often each had its turn
 
-    def tracer() -> None:
-        while not stop.is_set():
-            with tested.exclusive():
-                traces[0] += 1
+    def loop(index: int, side: Callable) -> None:  # as long as another one still waits for its turns
+        while min(seen) < 50:
+            with side():
+                seen[index] += 1
 
-    def caller(index: int) -> None:
-        while not stop.is_set():
-            with tested.shared():
-                calls[index] += 1
-
-    timer = threading.Timer(0.5, stop.set)
-    timer.start()
-    assert run_threads(tracer, lambda: caller(0), lambda: caller(1)) == [None] * 3
-    assert traces[0] > 5 and min(calls) > 5
+    sides = (tested.exclusive, tested.shared, tested.shared)
+    assert run_threads(*(lambda i=i, side=side: loop(i, side) for i, side in enumerate(sides))) == [None] * 3
 
 
 def test_a_thread_inside_a_backward_never_waits():
@@ -130,15 +125,15 @@ def test_a_caller_that_others_depend_on_goes_before_a_queued_trace():
     def holder() -> None:  # in a compiled call, waits for the caller's progress
         with tested.shared():
             needed.set()
-            assert done.wait(5)
+            assert done.wait(PATIENCE)
 
     def tracer() -> None:
-        needed.wait(5)
+        needed.wait(PATIENCE)
         with tested.exclusive():
             pass
 
     def caller() -> None:
-        needed.wait(5)
+        needed.wait(PATIENCE)
         time.sleep(0.1)  # queued behind the trace
         with tested.shared():
             done.set()
@@ -193,7 +188,7 @@ def run_threads_with(event_type: type, body) -> list[BaseException | None]:
 
     thread = threading.Thread(target=guarded)
     thread.start()
-    thread.join(10)
+    thread.join(PATIENCE)
     return errors
 
 

@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 from compile_helpers import clean_compiler, run_threads
+from patience import PATIENCE
 from torch._dynamo.utils import counters
 
 from dflash import compile_safety
@@ -137,7 +138,7 @@ def test_sealed_threads_with_backward_beside_a_tracing_loop():
         alone = [step(index) for index in range(3)]
         thread = threading.Thread(target=noise, daemon=True)
         thread.start()
-        errors = run_threads(*(lambda i=i: worker(i) for i in range(3)), timeout=120)
+        errors = run_threads(*(lambda i=i: worker(i) for i in range(3)))
         stop.set()
-        thread.join(20)
+        thread.join(PATIENCE)
     assert errors == [None] * 3 and traces[0] > 10

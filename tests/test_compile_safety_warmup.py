@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from compile_helpers import clean_compiler
+from patience import PATIENCE
 from torch import nn
 
 from dflash import compile_safety
@@ -138,7 +139,7 @@ def test_a_warmed_sealed_worker_thread_compiles_nothing():
         assert compile_safety.is_sealed() and protection.warmup.devices[0].graphs == 1
         thread = threading.Thread(target=worker)
         thread.start()
-        thread.join(30)
+        thread.join(PATIENCE)
         assert failed == []
         with pytest.raises(SealedRecompileError):
             replica.forward(torch.ones(5, 6), replica.model[0].weight)
@@ -205,16 +206,14 @@ def test_a_hang_is_raised_in_the_main_thread_with_all_stacks(tmp_path):
     told, stuck = [], threading.Event()
 
     def stuck_worker() -> None:
-        stuck.wait(30)
+        stuck.wait(PATIENCE)
 
     thread = threading.Thread(target=stuck_worker, name="drafter-1", daemon=True)
     thread.start()
-    begin = time.monotonic()
     with pytest.raises(HangError, match=r"no step was completed for 0\.5 s.*drafter-0"):
         with Watchdog(tmp_path, seconds=0.5, on_hang=told.append) as watchdog:
             watchdog.beat("drafter-0")
             thread.join()  # a wait that nothing ends
-    assert time.monotonic() - begin < 10
     stacks = (tmp_path / "stacks.txt").read_text()
     assert "drafter-1" in stacks and "stuck_worker" in stacks
     failure = json.loads((tmp_path / "failure.json").read_text())
@@ -223,14 +222,14 @@ def test_a_hang_is_raised_in_the_main_thread_with_all_stacks(tmp_path):
 
 
 def test_beats_keep_a_run_alive_and_interrupts_still_work(tmp_path):
-    with Watchdog(tmp_path, seconds=0.6) as watchdog:
-        for _ in range(6):
-            time.sleep(0.2)
+    with Watchdog(tmp_path, seconds=2.0) as watchdog:
+        for _ in range(5):
+            time.sleep(0.5)
             watchdog.beat()
     assert watchdog.reason is None and not (tmp_path / "stacks.txt").exists()
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background of a script ignores it
     try:
-        with pytest.raises(KeyboardInterrupt), Watchdog(tmp_path, seconds=30):
+        with pytest.raises(KeyboardInterrupt), Watchdog(tmp_path, seconds=PATIENCE):
             signal.raise_signal(signal.SIGINT)
     finally:
         signal.signal(signal.SIGINT, before)
@@ -248,9 +247,9 @@ def test_a_main_thread_that_cannot_be_reached_ends_the_process(tmp_path):
         from dflash.compile_safety import Watchdog
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
         watchdog = Watchdog({str(tmp_path)!r}, seconds=0.3, grace=0.5).start()
-        time.sleep(60)
+        time.sleep(600)
     """)
     root = Path(__file__).resolve().parents[1]
-    done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == HANG_EXIT_CODE and "no step was completed" in done.stderr
     assert (tmp_path / "stacks.txt").exists()

@@ -293,8 +293,8 @@ def run_papermill(path, out, **parameters):
 LOOP = """
 import random, threading, time, sys
 sys.path[:0] = [root, root + "/tests"]
-from dflash.dashboard import LiveDashboard
-from dflash.telemetry import Run
+from dflash.views.dashboard import LiveDashboard
+from dflash.runs.record import Run
 from synthetic_run import write_step
 run, rng = Run.create(folder, {"steps": steps}, "r"), random.Random(0)
 """

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import nbformat
 import pytest
 from notebook_factory import outputs, write_notebook
+from patience import PATIENCE, wait_until
 from synthetic_run import write_run
 
 from dflash.__main__ import main as command_line
@@ -226,16 +226,14 @@ def test_sigterm_leaves_a_saved_notebook_and_a_report(tmp_path):
         tmp_path / "n.ipynb",
         "x: int = 1",
         "print('begun', flush=True)",
-        f"import pathlib, time; pathlib.Path({str(started)!r}).touch(); time.sleep(60)",
+        f"import pathlib, time; pathlib.Path({str(started)!r}).touch(); time.sleep(600)",
     )
     out = tmp_path / "out.ipynb"
     child = subprocess.Popen(
         [sys.executable, "-m", "dflash", "run", str(path), str(out), "--static"], cwd=ROOT, stderr=subprocess.PIPE, text=True
     )
-    deadline = time.time() + 60
-    while not started.exists() and time.time() < deadline:
-        time.sleep(0.1)
+    wait_until(started.exists, "the notebook's second cell")
     child.terminate()
-    _, err = child.communicate(timeout=60)
+    _, err = child.communicate(timeout=PATIENCE)
     assert child.returncode == INTERRUPTED, err
     assert "begun" in json.dumps(nbformat.read(out, as_version=4)) and out.with_suffix(".html").exists()

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -33,7 +34,7 @@ def test_an_environment_that_is_here_is_kept_and_filled(make_env, monkeypatch, t
     """Also one of `python -m venv`, whose python is a link; making it anew over itself is an error of the venv module."""
     folder = tmp_path / "env"
     arguments = ["--system-site-packages"] if shared else []
-    subprocess.Popen([sys.executable, "-m", "venv", "--without-pip", "--symlinks", *arguments, str(folder)]).wait(60)
+    subprocess.Popen([sys.executable, "-m", "venv", "--without-pip", "--symlinks", *arguments, str(folder)]).wait(PATIENCE)
     (folder / "mine").write_text("kept")
     monkeypatch.setattr(make_env, "existing_torch", lambda: "2.13.0")
     run(make_env, monkeypatch, folder)

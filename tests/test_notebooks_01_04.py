@@ -10,6 +10,7 @@ import papermill
 import pytest
 import torch
 from papermill.exceptions import PapermillExecutionError
+from patience import PATIENCE
 
 from dflash.diagnose.choices import choose_compiler, choose_device, choose_devices, choose_probes
 from dflash.diagnose.coldrun import ColdReport
@@ -62,7 +63,7 @@ def test_04_launch(tmp_path):
         backend="eager",
         processes=1,
         probes="recompile_limit_goes_dense",
-        limit=180.0,
+        limit=PATIENCE,
     )
     assert "protection on" in text(notebook)
     kinds = {kind for cell in notebook.cells for output in cell.get("outputs", []) for kind in output.get("data", {})}

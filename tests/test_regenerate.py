@@ -9,13 +9,13 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 import torch
 from chat_tokenizer import chat_tokenizer, ids_of
+from patience import wait_until
 from tiny_models import slow_greedy
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -228,11 +228,12 @@ def test_a_kill_at_any_moment_loses_and_doubles_nothing(tmp_path, saved_target):
         process = subprocess.Popen(
             command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
         )
-        deadline = time.monotonic() + 90
-        while time.monotonic() < deadline and process.poll() is None:
-            if out.exists() and out.read_bytes().count(b"\n") >= wanted:
-                process.send_signal(signal.SIGKILL)
-            time.sleep(0.005)
+
+        def written(wanted=wanted, process=process) -> bool:
+            return process.poll() is not None or (out.exists() and out.read_bytes().count(b"\n") >= wanted)
+
+        wait_until(written, f"{wanted} lines", every=0.005)
+        process.kill()
         process.communicate()
         assert process.returncode == -signal.SIGKILL, "ended before it could be killed"
     with open(out, "ab") as lines:

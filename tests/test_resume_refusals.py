@@ -7,12 +7,12 @@ import os
 import shutil
 import signal
 import threading
-import time
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
+from patience import PATIENCE, wait_until
 from survival_lab import processes_of
 from test_train_command import kinds, losses, material, start, wait_for_steps, write_config  # noqa: F401
 
@@ -78,13 +78,13 @@ def test_a_holder_that_leaves_is_waited_for(tmp_path):
     def hold():
         with locked(tmp_path):
             held.set()
-            leave.wait(10)
+            leave.wait(PATIENCE)
 
     thread = threading.Thread(target=hold)
     thread.start()
-    held.wait(10)
+    assert held.wait(PATIENCE)
     threading.Timer(0.3, leave.set).start()
-    with locked(tmp_path, wait=10):
+    with locked(tmp_path, wait=PATIENCE):
         assert leave.is_set()
     thread.join()
 
@@ -238,15 +238,12 @@ def test_a_killed_rank_is_named(material, tmp_path):  # noqa: F811
     wait_for_steps(run, 2, child)
     victim = next(pid for pid in processes_of(config) if rank_of(pid) == "1")
     os.kill(victim, signal.SIGKILL)
-    out, _ = child.communicate(timeout=60)
+    out, _ = child.communicate(timeout=PATIENCE)
     assert child.returncode == 1 and "rank 1: RunError: killed by SIGKILL" in out
     failure = json.loads((run / "failure.json").read_text())
     assert failure["worker"] == "rank 1" and failure["message"].startswith("killed by SIGKILL")
     assert kinds(run)["run_end"][-1]["status"] == "failed"
-    deadline = time.monotonic() + 20
-    while processes_of(config) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    assert not processes_of(config)
+    wait_until(lambda: not processes_of(config), "the end of all ranks")
 
 
 def rank_of(pid: int) -> str | None:

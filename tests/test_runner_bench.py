@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +12,7 @@ import torch
 from dflash.__main__ import main
 from dflash.bench import pipeline, timing
 from dflash.bench.pipeline import cpu_workers
+from dflash.distributed import accounting
 from dflash.distributed.accounting import Ledger, Rates, advice, splits
 from dflash.runs.record import Run, read_metrics
 from dflash.train.settings import RuntimeOptions
@@ -52,23 +53,26 @@ def test_the_clock_of_a_pipeline_leaves_the_warm_steps_and_the_last_one_out(monk
     assert clock.seconds(4) == 1.0 and clock.seconds(5) is None
 
 
-def test_a_ledger_tells_work_from_waiting(tmp_path):
+def test_a_ledger_tells_work_from_waiting(tmp_path, monkeypatch):
     run = Run.create(tmp_path, {}, "run")
+    now = [100.0]
+    monkeypatch.setattr(accounting, "time", SimpleNamespace(perf_counter=lambda: now[0], time=lambda: now[0]))
     ledger = Ledger("target[0]", torch.device("cpu"), run.metrics)
     for phase, seconds in (("capture", 0.05), ("wait", 0.03), ("capture", 0.05), ("idle", 0.02), ("reduce", 0.02)):
         ledger.enter(phase, step=7)
-        time.sleep(seconds)
+        now[0] += seconds
     ledger.add_tokens(500)
     ledger.finish()
     ledger.report(queue_depth=2, force=True)
-    assert 0.1 <= ledger.busy < 0.3 and 0.03 <= ledger.waiting < 0.2
+    assert (ledger.busy, ledger.waiting) == pytest.approx((0.1, 0.03))
     records, _ = read_metrics(run.path)
     stage = next(r for r in records if r["kind"] == "stage")
     assert stage["name"] == "target[0]" and stage["tokens"] == 500 and stage["queue_depth"] == 2
     assert stage["tokens_per_second"] == pytest.approx(500 / ledger.busy)
     spans = [r for r in records if r["kind"] == "span"]
     assert [s["name"] for s in spans] == ["capture", "wait", "capture", "reduce"]  # idle is a gap
-    assert all(s["worker"] == "target[0]" and s["step"] == 7 and abs(s["start"] - time.time()) < 5 for s in spans)
+    assert all(s["worker"] == "target[0]" and s["step"] == 7 for s in spans)
+    assert [s["start"] for s in spans] == pytest.approx([100.0, 100.05, 100.08, 100.15])
     ledger.report(queue_depth=0, force=True)
     assert sum(r["kind"] == "stage" for r in read_metrics(run.path)[0]) == 1  # nothing new, nothing said
 

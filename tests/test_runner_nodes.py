@@ -5,10 +5,10 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
-import time
 
 import pytest
 import torch.distributed as dist
+from patience import PATIENCE
 from safetensors.torch import load_file
 from test_train_command import ENVIRONMENT, kinds, losses, material, write_config  # noqa: F401
 
@@ -52,7 +52,7 @@ def start_nodes(config, nodes: int, processes: int | list[int]) -> list[subproce
 
 def wait(children: list[subprocess.Popen]) -> list[str]:
     try:
-        return [child.communicate(timeout=120)[0] for child in children]
+        return [child.communicate(timeout=PATIENCE)[0] for child in children]
     finally:
         for child in children:
             child.kill()
@@ -81,11 +81,10 @@ def test_a_wrong_number_on_one_node_ends_both_with_the_right_one(material, tmp_p
     config = write_config(
         material, tmp_path / "runs/nodes", packs_per_step=4, gpus="cpu:1", target_gpus="cpu:1", launcher="torchrun"
     )
-    began = time.monotonic()
     children = start_nodes(config, 2, processes)
     for output in wait(children):
         assert "use --nproc-per-node 2" in output
-    assert [child.returncode for child in children] == [1, 1] and time.monotonic() - began < 60
+    assert [child.returncode for child in children] == [1, 1]
     assert not (config.parent / "metrics.jsonl").exists() or "step" not in kinds(config.parent)
 
 

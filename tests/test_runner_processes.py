@@ -65,7 +65,6 @@ def test_a_rank_that_raises_ends_all_of_them():
     ran = run_torchrun(job(), topology("cpu:2", "cpu:1"), 20, fail={"rank": 2, "item": 5})
     assert ran["code"] != 0 and ran["result"] is None
     assert "OSError: a made-up failure of a rank" in ran["output"] and "in failing" in ran["output"]
-    assert ran["seconds"] < 45  # the start of torch in every process included
 
 
 def test_a_rank_with_a_target_of_its_own_captures_one_item_ahead_and_none_twice():

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from patience import PATIENCE, wait_until
 from runner_jobs import LENGTH, drive, drive_until_hang, first_replica, options, packs, planner, serial, weights
 
 from dflash.distributed.handover import HandOver, schedule
@@ -127,10 +128,9 @@ class Failing:
 def test_a_worker_that_raises_ends_the_run_with_its_traceback():
     settings = options()
     engine, plans = engine_of(2, 2, settings, wrap=lambda s, i: Failing(s) if i == 1 else s)
-    before, began = threading.active_count(), time.monotonic()
+    before = threading.active_count()
     with pytest.raises(OSError, match="a made-up failure") as caught:
         drive(engine, plans, settings)
-    assert time.monotonic() - began < 10
     assert "in get" in "".join(traceback.format_exception(caught.value))
     assert worker_of(caught.value) == "target[1]" and "raised in worker target[1]" in caught.value.__notes__
     assert threading.active_count() == before
@@ -165,11 +165,11 @@ def test_a_target_that_hangs_ends_the_run_with_all_stacks(tmp_path):
         def get(self, pack):
             self.calls += 1
             if self.calls > 3:
-                release.wait(20)
+                release.wait(PATIENCE)
             return self.source.get(pack)
 
     engine, plans = engine_of(1, 1, settings, wrap=lambda s, i: Hanging(s))
-    assert drive_until_hang(engine, plans, settings, tmp_path, release) < 10
+    drive_until_hang(engine, plans, settings, tmp_path, release)
     assert "test_runner_threads.py" in (tmp_path / "stacks.txt").read_text()
 
 
@@ -226,7 +226,7 @@ def test_stamped_packs_cross_unharmed(depth):
         mismatches += int((slot.features.verifier_last_hidden != expected.verifier_last_hidden).sum())
         queue.release(index % 4 % drafters, slot)
     for feeder in feeders:
-        feeder.join(5)
+        feeder.join(PATIENCE)
     assert mismatches == 0 and seen <= storage and len(storage) == depth * drafters
     assert not any(feeder.is_alive() for feeder in feeders)
 
@@ -247,14 +247,16 @@ def test_a_slow_drafter_makes_the_targets_wait():
     engine, plans = engine_of(1, targets, settings, wrap=lambda s, i: Count(s), queue_depth=depth)
     try:
         engine.start(1)
-        time.sleep(0.5)  # nobody trains
-        early = len(stamped) - targets  # one pack each was captured before the start
-        assert early == depth + targets
+        full = depth + 2 * targets  # nobody trains; each target captured one pack before the start
+        wait_until(lambda: len(stamped) >= full)
+        time.sleep(0.3)
+        assert len(stamped) == full
         buffers = {s.features.all_hidden_states.data_ptr() for s in engine.hand_over.lanes[0].slots}
         for step in range(1, 4):
             engine.step(plans.step(step), settings.lr)
+        wait_until(lambda: len(stamped) >= full + 3)
         time.sleep(0.3)
-        assert len(stamped) - targets == depth + targets + 3
+        assert len(stamped) == full + 3
         assert {s.features.all_hidden_states.data_ptr() for s in engine.hand_over.lanes[0].slots} == buffers
     finally:
         engine.close()
@@ -266,9 +268,7 @@ def test_closing_in_the_middle_leaves_no_thread():
     engine, plans = engine_of(2, 3, settings)
     engine.start(1)
     engine.step(plans.step(1), settings.lr)
-    began = time.monotonic()
     engine.close()
-    assert time.monotonic() - began < 5
     assert not [t for t in threading.enumerate() if t.name.startswith(("drafter[", "target["))]
 
 
@@ -280,7 +280,7 @@ def test_planning_the_next_item_keeps_nobody_else_waiting():
         def step(self, step: int):
             if step == 2:
                 asked.set()
-                assert go_on.wait(20)
+                assert go_on.wait(PATIENCE)
             return SimpleNamespace(items=(SimpleNamespace(index=step - 1, pack=None),))
 
     plans = SharedPlanner(Slow())
@@ -291,12 +291,12 @@ def test_planning_the_next_item_keeps_nobody_else_waiting():
     claimed = []
     worker = threading.Thread(target=lambda: claimed.append(queue.claim(1)), daemon=True)
     worker.start()
-    assert asked.wait(20)
+    assert asked.wait(PATIENCE)
     try:
-        assert monitor.changed.acquire(timeout=5)
+        assert monitor.changed.acquire(timeout=PATIENCE)
         monitor.changed.release()
         assert plans.step(1) is first
     finally:
         go_on.set()
-        worker.join(20)
+        worker.join(PATIENCE)
     assert claimed[0].item.index == 1 and plans.step(2) is plans.step(2) and queue.claim(0) is None

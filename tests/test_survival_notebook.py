@@ -6,14 +6,14 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import yaml
 from notebook_factory import write_notebook
+from patience import PATIENCE, wait_until
 from survival_lab import processes_of
-from test_train_command import kinds, losses, material, write_config  # noqa: F401
+from test_train_command import kinds, material, wait_for_steps, write_config  # noqa: F401
 
 from dflash.train.checkpoint import latest_checkpoint
 from dflash.workbook.run_notebook import KILLED
@@ -22,9 +22,9 @@ ROOT = Path(__file__).parents[1]
 CELLS = """\
 import os, pathlib
 pathlib.Path(pid_file).write_text(str(os.getpid()))
-from dflash.run_config import RunConfig
-from dflash.telemetry import Run
-from dflash.train_run import train_run
+from dflash.train.settings import RunConfig
+from dflash.runs.record import Run
+from dflash.launch.run import train_run
 outcome = train_run(Run.open(run_path), RunConfig.load(run_path + '/config.yaml'))"""
 
 
@@ -51,19 +51,12 @@ def test_a_killed_kernel_leaves_no_orphan_and_a_run_that_resumes(material, tmp_p
         stderr=subprocess.STDOUT,
         text=True,
     )
-    deadline = time.monotonic() + 120
-    while len(losses(run)) < 5:
-        assert child.poll() is None, child.stdout.read()
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    wait_for_steps(run, 5, child)
     os.kill(int(pid_file.read_text()), signal.SIGKILL)
-    output, _ = child.communicate(timeout=90)
+    output, _ = child.communicate(timeout=PATIENCE)
     assert child.returncode == KILLED, output
     assert (run / "report.html").exists() and not Path(f"/proc/{pid_file.read_text()}").exists()
-    deadline = time.monotonic() + 30
-    while processes_of(config) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    assert not processes_of(config), "orphans"
+    wait_until(lambda: not processes_of(config), "the end of orphans")
     assert kinds(run)["run_end"][-1]["status"] in ("failed", "interrupted")
     step = int(latest_checkpoint(run).name.removeprefix("step-"))
     values = yaml.safe_load(config.read_text())

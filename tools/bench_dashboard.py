@@ -27,9 +27,9 @@ CELL = f"""
 import json, random, sys, threading, time
 sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
 import torch
-from dflash.dashboard import LiveDashboard, NullDashboard
-from dflash.sampler import resident_bytes
-from dflash.telemetry import Run
+from dflash.views.dashboard import LiveDashboard, NullDashboard
+from dflash.runs.sampler import resident_bytes
+from dflash.runs.record import Run
 from synthetic_run import write_step
 torch.set_num_threads(1)
 run, rng, a = Run.create(folder, {{"steps": 100_000}}, "r"), random.Random(0), torch.randn(384, 384)

@@ -24,7 +24,7 @@ MARK = "MATRIX "
 CHILD = f"""
 import json, sys, torch
 from dataclasses import asdict
-from dflash.compile_safety.probes import run_probes
+from dflash.diagnose.probes import run_probes
 backend, device, limit = sys.argv[1], sys.argv[2], float(sys.argv[3])
 rows = [asdict(result) for result in run_probes(backend=backend, device=device, limit=limit)]
 print({MARK!r} + json.dumps({{"torch": torch.__version__, "rows": rows}}))
