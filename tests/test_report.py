@@ -74,7 +74,7 @@ def test_a_report_is_one_small_file_without_a_network(finished):
     assert page.count('id="plotly-gz"') == 1
     packed = re.search(r'<script id="plotly-gz" type="text/plain">([^<]+)<', page).group(1)
     assert b"Plotly" in gzip.decompress(base64.b64decode(packed))[:2000] or len(packed) > 1_000_000
-    assert page.count('<figure class="plot">') == page.count("data:image/png;base64,") == 8
+    assert page.count('<figure class="plot">') == page.count("data:image/png;base64,") == 9
     for data in re.findall(r'<script type="application/json">(.*?)</script>', page, flags=re.S):
         assert json.loads(data)["data"]
 
@@ -87,7 +87,7 @@ def test_the_summary_comes_first_and_says_it_in_words(finished):
         "A 2-layer drafter with blocks of 8 slots for the target smollm2",
         "held-out acceptance length of 1.62 tokens per target call (bonus token included), from 1.08 at step 10",
         "The target is the bottleneck: drafters waited 67% of their time, targets 11%",
-        "2 steps (2.0%) were skipped: no supervised slot (2)",
+        "2 steps were skipped (2.0%): no supervised slot (2)",
     ):
         assert phrase in text, phrase
 
@@ -95,7 +95,7 @@ def test_the_summary_comes_first_and_says_it_in_words(finished):
 def test_static_is_small_and_has_no_script(finished, tmp_path):
     out = build_report(finished, tmp_path / "deep" / "s.html", static=True)
     page = out.read_text()
-    assert "<script" not in page and page.count("data:image/png") == 8 and len(page) < 800_000
+    assert "<script" not in page and page.count("data:image/png") == 9 and len(page) < 800_000
 
 
 def test_examples_are_coloured_escaped_and_readable(finished):
@@ -157,7 +157,7 @@ def test_a_run_that_was_killed_is_not_called_complete(tmp_path):
     assert status_of(series, now=series.last_time + 10) == "running"
     assert status_of(series, now=series.last_time + 1000) == "died"
     assert "The record stops without an end" in findings(series, "died")[0].text
-    assert headline(series, "died") == "Ended without a word after 5 steps; held-out acceptance was not measured."
+    assert headline(series, "died") == "Killed after 5 steps; held-out acceptance was not measured."
 
 
 def test_odd_things_are_noticed(tmp_path):
@@ -258,7 +258,8 @@ def test_the_command_that_repeats_a_run_is_shell_safe():
         "parameters": {"gpus": "5,6,7", "layers": [1, 2], "lr": 0.001},
     }
     assert repeat_commands(notebook)[1] == (
-        "papermill notebooks/05_train.ipynb 'runs/a b/report.ipynb' -p gpus 5,6,7 -y 'layers: [1, 2]' -p lr 0.001"
+        "mkdir -p 'runs/a b-2' && papermill notebooks/05_train.ipynb 'runs/a b-2/report.ipynb' -p gpus 5,6,7 "
+        "-y 'layers: [1, 2]' -p lr 0.001 -p run_id 'a b-2'"
     )
     assert repeat_commands(executed()) == []
 
@@ -303,7 +304,8 @@ def test_sources_that_are_no_runs_are_refused(tmp_path):
 
 def test_the_style_sheet_is_whole():
     """A string cut over two lines would make a browser drop the rule, and with it the font."""
-    from dflash.views.report.style_sheet import CSS
+    from dflash.views.templates import _css
 
+    CSS = _css()
     assert CSS.count("{") == CSS.count("}") and all(line.count('"') % 2 == 0 for line in CSS.splitlines())
     assert re.search(r"body \{[^}]*font-family:system-ui", CSS)

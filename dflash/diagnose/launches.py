@@ -80,7 +80,7 @@ def timeline_text(spans: list[dict], lanes: list[str]) -> str:
 
 
 def _drawn(spans: list[dict], lanes: list[str], title: str, text: str) -> dict[str, Any]:
-    from dflash.views.dashboard import style
+    from dflash.views import style
     from dflash.views.dashboard.bundle import bundle
     from dflash.views.dashboard.panels import Panel, Spans
 

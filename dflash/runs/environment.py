@@ -13,8 +13,22 @@ from pathlib import Path
 from typing import Any
 
 PACKAGES = (
-    "torch", "transformers", "triton", "safetensors", "accelerate", "gguf", "liger-kernel", "numpy",
-    "papermill", "nbconvert", "jupyterlab", "ipykernel", "ipywidgets", "plotly", "matplotlib", "nvidia-ml-py",
+    "torch",
+    "transformers",
+    "triton",
+    "safetensors",
+    "accelerate",
+    "gguf",
+    "liger-kernel",
+    "numpy",
+    "papermill",
+    "nbconvert",
+    "jupyterlab",
+    "ipykernel",
+    "ipywidgets",
+    "plotly",
+    "matplotlib",
+    "nvidia-ml-py",
 )
 
 
@@ -27,12 +41,7 @@ def environment_summary() -> dict[str, Any]:
         "python": platform.python_version(),
         "executable": sys.executable,
         "platform": platform.platform(),
-        "cpu": {
-            "name": _cpu_name(),
-            "cores": os.cpu_count(),
-            "usable": _usable_cores(),
-            "memory": memory_total(),
-        },
+        "cpu": {"name": _cpu_name(), "cores": os.cpu_count(), "usable": _usable_cores(), "memory": memory_total()},
         "packages": {name: _version(name) for name in PACKAGES},
         "cuda": _cuda(),
         "source": _source(),
@@ -82,11 +91,7 @@ def _cpu_name() -> str:
 def _cuda() -> dict[str, Any]:
     import torch
 
-    summary: dict[str, Any] = {
-        "version": torch.version.cuda,
-        "available": torch.cuda.is_available(),
-        "devices": [],
-    }
+    summary: dict[str, Any] = {"version": torch.version.cuda, "available": torch.cuda.is_available(), "devices": []}
     for index in range(torch.cuda.device_count() if summary["available"] else 0):
         properties = torch.cuda.get_device_properties(index)
         summary["devices"].append(
@@ -113,7 +118,4 @@ def _source() -> dict[str, Any]:
         return done.stdout.strip()
 
     status = git("status", "--porcelain", "--untracked-files=no")
-    return {
-        "commit": git("rev-parse", "--short=12", "HEAD"),
-        "changed": None if status is None else bool(status),
-    }
+    return {"commit": git("rev-parse", "--short=12", "HEAD"), "changed": None if status is None else bool(status)}

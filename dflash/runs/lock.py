@@ -20,10 +20,10 @@ LEAVING = 5.0  # seconds for a process that is about to leave
 
 @contextmanager
 def locked(run_path: str | os.PathLike[str], wait: float | None = None) -> Iterator[None]:
-    """Hold a run folder for the block. The system gives it free when the process ends, however it does.
+    """Hold a run folder for the block. The system releases the lock when the process ends, even when it is killed.
 
     Args:
-        wait: seconds that another holder gets to leave; None is LEAVING.
+        wait: seconds to wait for another holder to leave; None is LEAVING.
 
     Raises: RunError naming the process that holds it.
     """
@@ -32,8 +32,9 @@ def locked(run_path: str | os.PathLike[str], wait: float | None = None) -> Itera
     try:
         lock.acquire(timeout=LEAVING if wait is None else wait)
     except Timeout:
-        raise RunError(f"{path} is being trained by {_owner(path)}; follow it, or end it first: python -m dflash control "
-                       f"{path} stop") from None
+        raise RunError(
+            f"{path} is being trained by {_owner(path)}; follow it, or end it first: dflash control {path} stop"
+        ) from None
     try:
         mark = {"pid": os.getpid(), "host": socket.gethostname(), "since": datetime.now().isoformat(timespec="seconds")}
         (path / OWNER).write_text(json.dumps(mark))
@@ -41,6 +42,20 @@ def locked(run_path: str | os.PathLike[str], wait: float | None = None) -> Itera
     finally:
         (path / OWNER).unlink(missing_ok=True)
         lock.release()
+
+
+def is_running(run_path: str | os.PathLike[str]) -> bool | None:
+    """Whether some process trains this run now; None for a run that was never locked (another engine's, an old one)."""
+    if not (Path(run_path) / LOCK).exists():
+        return None
+    lock = FileLock(Path(run_path) / LOCK, thread_local=False)
+    try:
+        with lock.acquire(timeout=0):
+            return False
+    except Timeout:
+        return True
+    except OSError:  # a folder that this user may not write to
+        return None
 
 
 def refuse_running(run_path: str | os.PathLike[str]) -> None:

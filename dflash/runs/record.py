@@ -23,8 +23,8 @@ from typing import Any
 
 import yaml
 
-from dflash.runs.environment import environment_summary
 from dflash.errors import RunError
+from dflash.runs.environment import environment_summary
 from dflash.runs.sampler import DeviceSampler
 
 __all__ = ["DeviceSampler", "MetricsWriter", "Run", "holds_run", "metrics_path", "plain", "read_metrics"]
@@ -183,11 +183,7 @@ class Run:
 
     @classmethod
     def create(
-        cls,
-        root: str | os.PathLike[str],
-        config: Mapping[str, Any],
-        run_id: str | None = None,
-        sinks: Iterable[Sink] = (),
+        cls, root: str | os.PathLike[str], config: Mapping[str, Any], run_id: str | None = None, sinks: Iterable[Sink] = ()
     ) -> Run:
         """Make `root/run_id` (default: the time of day) and write its configuration, environment and first
         record.
@@ -200,9 +196,7 @@ class Run:
             raise RunError(f"run id {run_id!r} is not a plain folder name; use letters, digits, '-' and '_'")
         path = root / run_id
         if holds_run(path):
-            raise RunError(
-                f"{path} already holds a run; choose another run_id, resume it, or delete the folder first"
-            )
+            raise RunError(f"{path} already holds a run; choose another run_id, resume it, or delete the folder first")
         path.mkdir(parents=True, exist_ok=True)
         config = plain(config)
         environment = environment_summary()
@@ -217,9 +211,7 @@ class Run:
         """Continue an existing run folder (resume, another rank). RunError if there is no run in it."""
         path = Path(path)
         if not holds_run(path):
-            raise RunError(
-                f"{path} holds no run ({CONFIG_NAME} or {METRICS_NAME} is missing); check the path"
-            )
+            raise RunError(f"{path} holds no run ({CONFIG_NAME} or {METRICS_NAME} is missing); check the path")
         config_file = path / CONFIG_NAME
         config = yaml.safe_load(config_file.read_text()) if config_file.exists() else {}
         return cls(path, config or {}, sinks)

@@ -29,9 +29,7 @@ class DeviceSampler:
     exception.
     """
 
-    def __init__(
-        self, metrics: MetricsWriter, devices: Iterable[str | torch.device], interval: float = 1.0
-    ) -> None:
+    def __init__(self, metrics: MetricsWriter, devices: Iterable[str | torch.device], interval: float = 1.0) -> None:
         self.metrics = metrics
         self.interval = interval
         names = dict.fromkeys(str(torch.device(device)) for device in devices)
@@ -75,9 +73,7 @@ class CpuProbe:
     """This process: resident bytes, the highest so far, and the share of the usable cores it keeps busy."""
 
     def __init__(self) -> None:
-        self._cores = (
-            len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        )
+        self._cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self._total = memory_total()
         self._last = (time.monotonic(), time.process_time())
         self._peak = 0
@@ -92,8 +88,13 @@ class CpuProbe:
             self._last = now
             utilization = round(min(100.0, 100 * busy / wall / self._cores), 1)
         return {
-            "device": "cpu", "allocated": None, "reserved": None, "peak": self._peak or None, "used": used,
-            "total": self._total, "utilization": utilization,
+            "device": "cpu",
+            "allocated": None,
+            "reserved": None,
+            "peak": self._peak or None,
+            "used": used,
+            "total": self._total,
+            "utilization": utilization,
         }
 
 
@@ -115,9 +116,7 @@ class CudaProbe:
             self._nvml = None
 
     def read(self) -> dict[str, Any]:
-        record: dict[str, Any] = dict.fromkeys(
-            ("allocated", "reserved", "peak", "used", "total", "utilization")
-        )
+        record: dict[str, Any] = dict.fromkeys(("allocated", "reserved", "peak", "used", "total", "utilization"))
         try:
             record["allocated"] = torch.cuda.memory_allocated(self.device)
             record["reserved"] = torch.cuda.memory_reserved(self.device)

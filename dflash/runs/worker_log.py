@@ -32,9 +32,7 @@ class _Worker:
     def __init__(self, metrics: MetricsWriter, name: str, folder: Path) -> None:
         self.metrics, self.name = metrics, name
         folder.mkdir(parents=True, exist_ok=True)
-        self.file = open(
-            folder / f"{re.sub(r'[^A-Za-z0-9._-]+', '_', name).strip('_')}.log", "a", buffering=1
-        )
+        self.file = open(folder / f"{re.sub(r'[^A-Za-z0-9._-]+', '_', name).strip('_')}.log", "a", buffering=1)
         self._partial = {"INFO": "", "ERROR": ""}
 
     def feed(self, text: str, level: str) -> None:

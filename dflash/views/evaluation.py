@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import html
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from dflash.views.dashboard import style
+from dflash.runs.tables import Table
+from dflash.views import style
 from dflash.views.dashboard.bundle import bundle
 from dflash.views.dashboard.panels import BONUS, Line, Panel, Spans
 
@@ -102,27 +102,17 @@ def _parity(parity: dict[str, Any]) -> Panel:
     return Panel("parity", "Training and decoding at the same anchors", "slot k", "% of blocks", lines, y_range=(0.0, None))
 
 
-def prompt_table(content: dict[str, Any]) -> str:
-    """One row a prompt, as an HTML table."""
-    head = ("prompt", "tokens", "target calls", f"acceptance length ({BONUS})", "seconds", "plain", "speed-up", "text")
+def prompt_table(content: dict[str, Any]) -> Table:
+    """One row a prompt."""
     rows = []
     for number, entry in enumerate(content["prompts"], 1):
-        plain, seconds = entry.get("plain_seconds"), entry["seconds"]
-        length = entry["acceptance_length"]
-        rows.append(
-            (
-                number,
-                entry["tokens"],
-                entry["target_calls"],
-                "-" if length is None else f"{length:.2f}",
-                f"{seconds:.2f}",
-                f"{plain:.2f}" if plain else "-",
-                f"{plain / seconds:.2f}" if plain else "-",
-                _text(entry),
-            )
-        )
-    cells = "".join("<tr>" + "".join(f"<td>{html.escape(str(cell))}</td>" for cell in row) + "</tr>" for row in rows)
-    return f"<table><tr>{''.join(f'<th>{html.escape(name)}</th>' for name in head)}</tr>{cells}</table>"
+        plain, seconds, length = entry.get("plain_seconds"), entry["seconds"], entry["acceptance_length"]
+        row = {"prompt": number, "tokens": entry["tokens"], "target calls": entry["target_calls"]}
+        row[f"acceptance length ({BONUS})"] = None if length is None else f"{length:.2f}"
+        row.update({"seconds": f"{seconds:.2f}", "plain": f"{plain:.2f}" if plain else None})
+        row.update({"speed-up": f"{plain / seconds:.2f}" if plain else None, "text": _text(entry)})
+        rows.append(row)
+    return Table(rows)
 
 
 def _text(entry: dict[str, Any]) -> str:

@@ -12,21 +12,18 @@ and `chunks` must be there; the rest is shown where it is.
 
 from __future__ import annotations
 
-import html
 import json
 import os
 import re
 from pathlib import Path
 from typing import Any
 
+from markupsafe import Markup
+
 from dflash.errors import DataError
+from dflash.views.templates import render
 
 EVALUATION_NAME = "evaluation.json"
-# A <pre>, because what cleans a notebook's HTML shortens a stretch of white space anywhere else: indentation would go.
-ANSWER_STYLE = (
-    "white-space:pre-wrap;font-family:inherit;font-size:inherit;line-height:1.75;margin:6px 0;padding:0;"
-    "background:none;overflow:visible"
-)
 # Light to strong: one token (nothing accepted) is left plain, so that what the drafter brought stands out.
 LEVELS = ("transparent", "#56B4E955", "#56B4E9AA", "#009E7388", "#009E73CC", "#E69F00AA", "#E69F00EE")
 
@@ -45,33 +42,28 @@ def read_evaluation(run_path: str | os.PathLike[str]) -> dict[str, Any] | None:
     return content
 
 
-def examples_html(content: dict[str, Any], most: int = 6) -> str:
+def examples_html(content: dict[str, Any], most: int = 6) -> Markup:
     """The prompts with their answers, each target call's text shaded by the tokens it brought."""
     widest = max((_tokens(c) for entry in content["prompts"] for c in entry["chunks"]), default=1)
-    legend = "".join(
-        f'<span style="background:{_level(count)};padding:1px 7px;margin-right:5px;border-radius:3px;'
-        f'border:1px solid #8884">{count}</span>'
-        for count in range(1, min(widest, len(LEVELS)) + 1)
+    entries = [
+        {
+            "prompt": readable(entry["prompt"]),
+            "facts": _facts(entry),
+            "chunks": [
+                {"text": c["text"], "tokens": _tokens(c), "accepted": c.get("accepted", 0), "colour": _level(_tokens(c))}
+                for c in entry["chunks"]
+            ],
+        }
+        for entry in content["prompts"][:most]
+    ]
+    return render(
+        "examples.html",
+        overall=_overall(content),
+        warnings=content.get("warnings") or [],
+        legend=[(count, _level(count)) for count in range(1, min(widest, len(LEVELS)) + 1)],
+        entries=entries,
+        left=len(content["prompts"]) - most,
     )
-    parts = [f'<p class="facts">{html.escape(_overall(content))}</p>'] if _overall(content) else []
-    parts += [f'<p class="findings bad"><b>{html.escape(str(text))}</b></p>' for text in content.get("warnings") or []]
-    parts.append(f'<p class="legend">Tokens that one target call brought, bonus token included: {legend}</p>')
-    for entry in content["prompts"][:most]:
-        text = "".join(
-            f'<span title="{_tokens(chunk)} tokens, {chunk.get("accepted", 0)} drafted" '
-            f'style="background:{_level(_tokens(chunk))};border-right:1px solid #8886">'
-            f"{html.escape(chunk['text'])}</span>"
-            for chunk in entry["chunks"]
-        )
-        parts.append(
-            f'<div class="example"><p class="prompt">{html.escape(readable(entry["prompt"]))}</p>'
-            f'<pre class="answer" style="{ANSWER_STYLE}">{text}</pre>'
-            f'<p class="facts">{html.escape(_facts(entry))}</p></div>'
-        )
-    left = len(content["prompts"]) - most
-    if left > 0:
-        parts.append(f'<p class="facts">{left} more in {EVALUATION_NAME}.</p>')
-    return "".join(parts)
 
 
 def readable(prompt: str) -> str:

@@ -12,7 +12,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from dflash.views.dashboard import style
+from dflash.views import style
 from dflash.views.dashboard.panels import BONUS, Panel
 from dflash.views.dashboard.series import RunSeries
 
@@ -37,7 +37,7 @@ def one_line(run: RunSeries) -> str:
     parts = [f"{run.path.name}: {end.get('status') or run.control or 'running'}"]
     step = run.last_step.get("step")
     if step is not None:
-        parts.append(f"step {step}{_of_total(run)}")
+        parts.append(f"step {step}" + (f" of {run.total_steps}" if run.total_steps else ""))
     if run.smooth_loss.last is not None:
         parts.append(f"loss {run.smooth_loss.last:.3f}")
     acceptance = run.last_eval.get("acceptance_length")
@@ -48,19 +48,6 @@ def one_line(run: RunSeries) -> str:
     if run.faults:
         parts.append(f"{len(run.faults)} fault{'s' if len(run.faults) > 1 else ''}")
     parts.append(style.duration(run.seconds))
+    if run.run_end is None and run.seconds_left is not None:
+        parts.append(f"about {style.duration(run.seconds_left)} left")
     return " · ".join(parts)
-
-
-def total_steps(run: RunSeries) -> int | None:
-    """Planned number of steps: from the newest `plan` record, else from the configuration."""
-    if isinstance(run.planned_steps, int):
-        return run.planned_steps
-    for config in (run.config, run.config.get("training"), run.config.get("train")):
-        if isinstance(config, dict) and isinstance(config.get("steps"), int) and config["steps"] > 0:
-            return config["steps"]
-    return None
-
-
-def _of_total(run: RunSeries) -> str:
-    total = total_steps(run)
-    return f" of {total}" if total else ""

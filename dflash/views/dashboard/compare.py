@@ -5,51 +5,21 @@
 
 from __future__ import annotations
 
-import html
 import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import yaml
 
 from dflash.errors import RunError
 from dflash.runs.record import CONFIG_NAME, holds_run
-from dflash.views.dashboard import style
+from dflash.runs.tables import Table
+from dflash.views import style
 from dflash.views.dashboard.bundle import bundle
 from dflash.views.dashboard.panels import BONUS, Line, Panel
 from dflash.views.dashboard.series import RunSeries, Series
-
-
-class Table:
-    """Rows for a notebook: HTML where it is shown, aligned text in a terminal. `links` maps row number to a href."""
-
-    def __init__(self, head: Sequence[str], rows: Sequence[Sequence[Any]], links: dict[int, str] | None = None) -> None:
-        self.head, self.rows = list(head), [[_cell(value) for value in row] for row in rows]
-        self.links = links or {}
-
-    def _repr_html_(self) -> str:
-        head = "".join(f'<th style="text-align:left;padding:3px 16px 3px 0">{html.escape(name)}</th>' for name in self.head)
-        body = ""
-        for number, row in enumerate(self.rows):
-            cells = [html.escape(value) for value in row]
-            if number in self.links:
-                cells[0] = f'<a href="{html.escape(self.links[number], quote=True)}">{cells[0]}</a>'
-            body += "<tr>" + "".join(f'<td style="text-align:left;padding:3px 16px 3px 0">{c}</td>' for c in cells) + "</tr>"
-        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-
-    def __repr__(self) -> str:
-        lines = [self.head, *self.rows]
-        widths = [max(len(row[i]) for row in lines) for i in range(len(self.head))]
-        return "\n".join("  ".join(v.ljust(w) for v, w in zip(row, widths, strict=True)).rstrip() for row in lines)
-
-
-def _cell(value: Any) -> str:
-    if value is None:
-        return "-"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def list_runs(root: str | os.PathLike[str]) -> list[RunSeries]:
@@ -88,7 +58,7 @@ def overview(runs: Sequence[RunSeries]) -> Table:
             [
                 run.path.name,
                 time.strftime("%Y-%m-%d %H:%M", time.localtime(run.start_time)) if run.start_time else None,
-                status_of(run, now=time.time()),
+                status_of(run),
                 run.last_step.get("step"),
                 _two(run.last_eval.get("acceptance_length")),
                 _two(run.best_eval.get("acceptance_length")),
@@ -98,13 +68,12 @@ def overview(runs: Sequence[RunSeries]) -> Table:
                 style.duration(run.seconds),
             ]
         )
-    return Table(head, rows)
+    return Table(rows, head)
 
 
 def median_rate(run: RunSeries) -> str | None:
     """Median context tokens/s over the steps, as text."""
-    _, y = run.step_rate.mean()
-    return style.number(float(np.median(y)), 0) if len(y) else None
+    return style.number(run.step_rate.median, 0) if len(run.step_rate) else None
 
 
 def _two(value: float | None) -> str | None:
@@ -128,7 +97,7 @@ def differences(runs: Sequence[RunSeries]) -> Table:
         for name in names
         if len({repr(config.get(name, "not set")) for config in configs}) > 1
     ]
-    return Table(["setting", *(run.path.name for run in runs)], rows)
+    return Table(rows, ["setting", *(run.path.name for run in runs)])
 
 
 def not_comparable(runs: Sequence[RunSeries]) -> list[str]:
@@ -143,35 +112,15 @@ def not_comparable(runs: Sequence[RunSeries]) -> list[str]:
 
 def comparison_panels(runs: Sequence[RunSeries]) -> list[Panel]:
     """Loss, held-out acceptance, throughput and memory, one curve a run."""
+    since, loss = "time since start (s)", "loss (nats per weighted slot)"
     acceptance = f"Held-out acceptance length ({BONUS})"
+    lengths = _lines(runs, lambda r: r.eval_acceptance, markers=True)
+    rates, memory = _lines(runs, lambda r: r.step_rate), _lines(runs, _fullest, unit=style.GIB)
     panels = [
-        Panel(
-            "loss", "Training loss, smoothed", "step", "loss (nats per weighted slot)", _lines(runs, lambda r: r.smooth_loss)
-        ),
-        Panel(
-            "acceptance",
-            acceptance,
-            "step",
-            "tokens per target call",
-            _lines(runs, lambda r: r.eval_acceptance, markers=True),
-            y_range=(1.0, None),
-        ),
-        Panel(
-            "rate",
-            "Throughput",
-            "time since start (s)",
-            "tokens/s",
-            _lines(runs, lambda r: r.step_rate),
-            y_range=(0.0, None),
-        ),
-        Panel(
-            "memory",
-            "Memory in use, fullest device",
-            "time since start (s)",
-            "GiB",
-            _lines(runs, _fullest, unit=style.GIB),
-            y_range=(0.0, None),
-        ),
+        Panel("loss", "Training loss, smoothed", "step", loss, _lines(runs, lambda r: r.smooth_loss)),
+        Panel("acceptance", acceptance, "step", "tokens per target call", lengths, y_range=(1.0, None)),
+        Panel("rate", "Throughput", since, "tokens/s", rates, y_range=(0.0, None)),
+        Panel("memory", "Memory in use, fullest device", since, "GiB", memory, y_range=(0.0, None)),
     ]
     return [panel for panel in panels if not panel.empty]
 

@@ -10,28 +10,33 @@ from typing import Any
 
 import numpy as np
 
-from dflash.views.dashboard import style
-from dflash.views.dashboard.panels import Heat, Panel, Spans, legend_names
+from dflash.views import style
+from dflash.views.dashboard.panels import LEGEND_ROW, Heat, Panel, Spans
 
 PAGE, TEXT, RULE = "#FFFFFF", "#3D3D3D", "#E3E3E3"
+PANEL_SIZE, TITLE = (5.4, 2.95), 0.27  # inches
 DASHES = {"solid": "-", "dash": "--", "dot": ":"}
 
 
-def png(panels: Sequence[Panel], columns: int = 2, dpi: int = 86, panel_size: tuple[float, float] = (5.4, 2.95)) -> bytes:
-    """The panels on one white page, `columns` a row; `panel_size` in inches."""
+def png(panels: Sequence[Panel], columns: int = 2, dpi: int = 86, titles: bool = True) -> bytes:
+    """The panels on one white page, `columns` a row."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     columns = min(columns, len(panels)) or 1
     rows = -(-len(panels) // columns) or 1
-    width, height = panel_size[0] * columns, panel_size[1] * rows
+    wide, tall = PANEL_SIZE[0], PANEL_SIZE[1] - (0 if titles else TITLE)
+    width, height = wide * columns, tall * rows
     page = Figure((width, height), dpi=dpi, facecolor=PAGE)
     canvas = FigureCanvasAgg(page)
     for index, panel in enumerate(panels):  # fixed margins: a constrained layout would cost more than the drawing
         row, column = divmod(index, columns)
-        left, bottom = column * panel_size[0] + 0.95, height - (row + 1) * panel_size[1] + 0.55
-        size = (panel_size[0] - 1.45) / width, (panel_size[1] - 1.12) / height
-        _draw(page, page.add_axes((left / width, bottom / height, *size)), panel)
+        left, bottom = column * wide + 0.95, height - (row + 1) * tall + 0.55
+        size = (wide - (2.5 if panel.legend_column else 1.45)) / width, (tall - 1.12 + (0 if titles else TITLE)) / height
+        ax = page.add_axes((left / width, bottom / height, *size))
+        if titles:
+            ax.set_title(panel.title, loc="left", fontsize=11, fontweight="bold", color=TEXT, pad=22)
+        _draw(page, ax, panel)
     canvas.draw()
     return _compact(np.asarray(canvas.buffer_rgba()))
 
@@ -48,7 +53,6 @@ def _compact(pixels: np.ndarray) -> bytes:
 
 
 def _draw(page: Any, ax: Any, panel: Panel) -> None:
-    ax.set_title(panel.title, loc="left", fontsize=11, fontweight="bold", color=TEXT, pad=22)
     for side in ("top", "right"):
         ax.spines[side].set_visible(False)
     for side in ("left", "bottom"):
@@ -81,13 +85,13 @@ def _draw(page: Any, ax: Any, panel: Panel) -> None:
     if panel.spans:
         _draw_spans(ax, panel.spans, panel.lanes)
     _limit(ax, panel)
-    handles, labels = ax.get_legend_handles_labels()
+    if panel.log:
+        ax.set_yscale("log")
+    column = panel.legend_column
     ax.legend(
-        handles,
-        legend_names(labels),
-        loc="lower left",
-        bbox_to_anchor=(-0.01, 0.99),
-        ncols=min(8, max(1, len(labels))),
+        loc="upper left" if column else "lower left",
+        bbox_to_anchor=(1.01, 1.0) if column else (-0.01, 0.99),
+        ncols=1 if column else LEGEND_ROW,
         frameon=False,
         fontsize=8,
         labelcolor=TEXT,

@@ -6,17 +6,18 @@ never mistaken for a broken one.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from dflash.errors import ConfigError
-from dflash.views.dashboard import style
+from dflash.views import style
 from dflash.views.dashboard.series import RunSeries, Series
 
 BONUS = "bonus token included"
+FIRST_STEP = "waits for the first training step"
+LEGEND_ROW = 4  # more names than this stand in a column beside the plot, not in a row above it
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,6 @@ class Line:
     width: float = 1.8
     opacity: float = 1.0
     markers: bool = False
-    legend: bool = True
     hover: str = ".4g"
 
 
@@ -75,11 +75,16 @@ class Panel:
     spans: list[Spans] = field(default_factory=list)
     lanes: list[str] = field(default_factory=list)
     y_range: tuple[float | None, float | None] = (None, None)
+    log: bool = False  # y axis
     note: str = ""
 
     @property
     def empty(self) -> bool:
         return not (self.lines or self.spans or self.heat is not None)
+
+    @property
+    def legend_column(self) -> bool:
+        return len(self.lines) + len(self.spans) > LEGEND_ROW
 
 
 def loss_panel(run: RunSeries) -> Panel:
@@ -89,7 +94,7 @@ def loss_panel(run: RunSeries) -> Panel:
         lines.append(Line("smoothed", *run.smooth_loss.mean(), style.BLUE))
     if len(run.eval_loss):
         lines.append(Line("held-out", *run.eval_loss.mean(), style.VERMILLION, markers=True))
-    return Panel("loss", "Loss", "step", "loss (nats per weighted slot)", lines, note="waits for the first training step")
+    return Panel("loss", "Loss", "step", "loss (nats per weighted slot)", lines, note=FIRST_STEP)
 
 
 def acceptance_panel(run: RunSeries) -> Panel:
@@ -98,15 +103,8 @@ def acceptance_panel(run: RunSeries) -> Panel:
         lines.append(Line("training (smoothed)", *run.train_acceptance.mean(), style.SKY, hover=".3f", width=1.4))
     if len(run.eval_acceptance):
         lines.append(Line("held-out", *run.eval_acceptance.mean(), style.VERMILLION, markers=True, hover=".3f", width=2.2))
-    return Panel(
-        "acceptance",
-        f"Acceptance length ({BONUS})",
-        "step",
-        "tokens per target call",
-        lines,
-        y_range=(1.0, None),
-        note="waits for the first training step",
-    )
+    title = f"Acceptance length ({BONUS})"
+    return Panel("acceptance", title, "step", "tokens per target call", lines, y_range=(1.0, None), note=FIRST_STEP)
 
 
 def slots_panel(run: RunSeries) -> Panel:
@@ -118,60 +116,56 @@ def slots_panel(run: RunSeries) -> Panel:
     if rows.rows:
         z = rows.matrix()
         heat = Heat(np.array(rows.x), np.arange(1, z.shape[0] + 1), z, "share of blocks" if held_out else "accuracy")
-    return Panel("slots", title, "step", "slot in the block", heat=heat, note="waits for the first training step")
+    return Panel("slots", title, "step", "slot in the block", heat=heat, note=FIRST_STEP)
+
+
+def optimizer_panel(run: RunSeries) -> Panel:
+    lines = []
+    if len(run.grad_norm):
+        lines.append(Line("gradient norm", *run.grad_norm.mean(), style.BLUE, width=1.2))
+    if len(run.lr):
+        lines.append(Line("learning rate", *run.lr.mean(), style.ORANGE))
+    return Panel("optimizer", "Gradient norm and learning rate", "step", "both, log scale", lines, log=True, note=FIRST_STEP)
 
 
 def rate_panel(run: RunSeries) -> Panel:
+    scale, since = _time_scale(run)
     lines = _over_time(run.rate, run)
     if not lines and len(run.step_rate):
-        scale, _ = _time_scale(run)
         x, y = run.step_rate.mean()
         lines = [Line("training", x / scale, y, style.BLUE)]
-    return Panel(
-        "rate",
-        "Throughput by stage",
-        _time_scale(run)[1],
-        "tokens/s",
-        lines,
-        y_range=(0.0, None),
-        note="waits for the first timing",
-    )
+    title = "Throughput by stage" if len(lines) > 1 else "Throughput"
+    return Panel("rate", title, since, "tokens/s", lines, y_range=(0.0, None), note="waits for the first timing")
 
 
 def queue_panel(run: RunSeries) -> Panel:
-    return Panel(
-        "queue",
-        "Queue between target and drafter",
-        _time_scale(run)[1],
-        "packs waiting",
-        _over_time(run.queue, run),
-        y_range=(0.0, None),
-        note="no queue in this run so far\n(cached features, or a single stage)",
-    )
+    title, note = "Queue between target and drafter", "no queue in this run so far\n(cached features, or a single stage)"
+    lines = _over_time(run.queue, run)
+    return Panel("queue", title, _time_scale(run)[1], "packs waiting", lines, y_range=(0.0, None), note=note)
 
 
 def memory_panel(run: RunSeries) -> Panel:
-    return Panel(
-        "memory",
-        "Memory in use by device",
-        _time_scale(run)[1],
-        "GiB",
-        _over_time(run.memory, run, style.GIB),
-        y_range=(0.0, None),
-        note="waits for the first device sample",
-    )
+    lines, note = _over_time(run.memory, run, style.GIB), "waits for the first device sample"
+    return Panel("memory", "Memory in use by device", _time_scale(run)[1], "GiB", lines, y_range=(0.0, None), note=note)
 
 
 def utilization_panel(run: RunSeries) -> Panel:
-    return Panel(
-        "utilization",
-        "Utilisation by device",
-        _time_scale(run)[1],
-        "busy (%)",
-        _over_time(run.utilization, run),
-        y_range=(0.0, 102.0),
-        note="waits for the second device sample",
-    )
+    lines, note = _over_time(run.utilization, run), "waits for the second device sample"
+    title, since = "Utilisation by device", _time_scale(run)[1]
+    return Panel("utilization", title, since, "busy (%)", lines, y_range=(0.0, 102.0), note=note)
+
+
+def phases_panel(run: RunSeries) -> Panel:
+    """Where each worker's time went, over the whole run, in percent."""
+    shares = {worker: phases for worker, phases in sorted(run.phases.items(), reverse=True) if sum(phases.values())}
+    ends, spans = dict.fromkeys(shares, 0.0), []
+    for phase in _in_order({phase for phases in shares.values() for phase in phases}):
+        parts = {worker: 100 * phases.get(phase, 0.0) / sum(phases.values()) for worker, phases in shares.items()}
+        starts, lengths = np.array([ends[worker] for worker in parts]), np.array(list(parts.values()))
+        spans.append(Spans(phase, list(parts), starts, lengths, style.span_colour(phase)))
+        ends = {worker: ends[worker] + part for worker, part in parts.items()}
+    title, note = "Where each worker's time went", "no workers with timings in this run so far"
+    return Panel("phases", title, "share of the whole run (%)", "", spans=spans, lanes=list(shares), note=note)
 
 
 def timeline_panel(run: RunSeries, per_worker: int = 40, window: float = 120.0) -> Panel:
@@ -189,32 +183,32 @@ def timeline_panel(run: RunSeries, per_worker: int = 40, window: float = 120.0) 
     items = [
         Spans(
             name,
-            [str(span.get("worker", "main")) for span in group],
-            np.array([span["start"] - end for span in group]),
-            np.array([span["seconds"] for span in group]),
+            [str(span.get("worker", "main")) for span in groups[name]],
+            np.array([span["start"] - end for span in groups[name]]),
+            np.array([span["seconds"] for span in groups[name]]),
             style.span_colour(name),
         )
-        for name, group in sorted(groups.items(), key=lambda item: (item[0] != "wait", item[0]))
+        for name in _in_order(groups)
     ]
-    return Panel(
-        "timeline",
-        "What each worker did",
-        "seconds before the newest record (s)",
-        "",
-        spans=items,
-        lanes=lanes,
-        note="this run writes no spans",
-    )
+    title, axis = "What each worker did last", "seconds before the newest record"
+    return Panel("timeline", title, axis, "", spans=items, lanes=lanes, note="this run writes no spans")
+
+
+def _in_order(names: Iterable[str]) -> list[str]:
+    """Work by name, then what is neither work nor idle, then waiting, which is grey."""
+    return sorted(names, key=lambda name: (name in ("wait", "idle"), name))
 
 
 PANELS: dict[str, Callable[[RunSeries], Panel]] = {
     "loss": loss_panel,
     "acceptance": acceptance_panel,
     "slots": slots_panel,
+    "optimizer": optimizer_panel,
     "rate": rate_panel,
     "memory": memory_panel,
     "utilization": utilization_panel,
     "queue": queue_panel,
+    "phases": phases_panel,
     "timeline": timeline_panel,
 }
 
@@ -228,16 +222,6 @@ def build_panels(run: RunSeries, names: Iterable[str] | None = None, drop_empty:
     with run.lock:
         panels = [PANELS[name](run) for name in names]
     return [panel for panel in panels if not (drop_empty and panel.empty)]
-
-
-def legend_names(names: Sequence[str]) -> list[str]:
-    """Names for a legend of one line: with five and more, `cuda:3` becomes `3` and `target[0]` becomes
-    `t0`.
-    """
-    if len(names) < 5:
-        return list(names)
-    bare = all(name.startswith("cuda:") for name in names)
-    return [re.sub(r"^([a-z])[a-z]*[:\[](\d+)\]?$", r"\2" if bare else r"\1\2", name) for name in names]
 
 
 def _time_scale(run: RunSeries) -> tuple[float, str]:
@@ -255,5 +239,5 @@ def _over_time(series: dict[str, Series], run: RunSeries, unit: float = 1.0) -> 
     for index, (name, values) in enumerate(sorted(series.items())):
         if len(values):
             x, y = values.mean()
-            lines.append(Line(name, x / scale, y / unit, *style.series_style(index), width=1.6))
+            lines.append(Line(name, x / scale, y / unit, *style.series_style(index), width=1.6, markers=len(x) < 3))
     return lines

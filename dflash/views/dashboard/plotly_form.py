@@ -1,6 +1,4 @@
-"""Panels as plotly figures: one figure a panel for the live view and the report, or all in one for a
-notebook.
-"""
+"""Panels as plotly figures: one figure a panel in the report, all in one in a notebook."""
 
 from __future__ import annotations
 
@@ -10,16 +8,15 @@ from typing import Any
 import numpy as np
 import plotly.graph_objects as go
 
-from dflash.views.dashboard import style
-from dflash.views.dashboard.panels import Heat, Line, Panel, Spans, legend_names
+from dflash.views import style
+from dflash.views.dashboard.panels import Heat, Line, Panel, Spans
 
 PANEL_HEIGHT = 300
 
 
 def traces(panel: Panel) -> list[dict[str, Any]]:
     """The panel's traces as plotly dicts, without axis references."""
-    names = legend_names([line.name for line in panel.lines])
-    found = [_line(line, name) for line, name in zip(panel.lines, names, strict=True)]
+    found = [_line(line) for line in panel.lines]
     if panel.heat is not None:
         found.append(_heat(panel.heat))
     found += [_spans(spans) for spans in panel.spans]
@@ -39,15 +36,10 @@ def shape_of(panel: Panel) -> tuple:
     )
 
 
-def figure(panel: Panel, height: int = PANEL_HEIGHT) -> go.Figure:
-    """One panel as its own figure; its width follows the page."""
-    return grid_figure([panel], columns=1, height=height)
-
-
-def grid_figure(panels: Sequence[Panel], columns: int = 2, height: int = PANEL_HEIGHT) -> go.Figure:
-    """All panels in one figure of `columns` columns; each has its own legend beside its title."""
+def grid_figure(panels: Sequence[Panel], columns: int = 2, titles: bool = True) -> go.Figure:
+    """All panels in one figure of `columns` columns, as wide as the page; each has a legend of its own."""
     rows = -(-len(panels) // columns)
-    total = height * rows
+    total = PANEL_HEIGHT * rows
     layout: dict[str, Any] = {
         "template": {},
         "height": total,
@@ -69,9 +61,10 @@ def grid_figure(panels: Sequence[Panel], columns: int = 2, height: int = PANEL_H
     }
     data = []
     for index, panel in enumerate(panels):
-        box = _box(index, rows, columns, total, wide_labels=bool(panel.lanes))
+        box = _box(index, rows, columns, total, panel)
         suffix = "" if index == 0 else str(index + 1)
-        _add_axes(layout, panel, suffix, box, total)
+        _add_axes(layout, panel, suffix, box)
+        _add_words(layout, panel, suffix, box, total, titles)
         for trace in traces(panel):
             trace.update(xaxis=f"x{suffix}", yaxis=f"y{suffix}")
             if trace["type"] == "heatmap":
@@ -83,17 +76,18 @@ def grid_figure(panels: Sequence[Panel], columns: int = 2, height: int = PANEL_H
     return go.Figure(data=data, layout=layout, skip_invalid=False)
 
 
-def _box(index: int, rows: int, columns: int, total: int, wide_labels: bool) -> dict[str, tuple]:
+def _box(index: int, rows: int, columns: int, total: int, panel: Panel) -> dict[str, tuple[float, float]]:
     """Plot area of the index-th panel in paper coordinates, with room for title, legend and axis titles."""
     row, column = divmod(index, columns)
     width, tall = 1 / columns, 1 / rows
-    left, right = (0.068, 0.048) if columns > 1 else (0.15 if wide_labels else 0.095, 0.035)
+    left, right = (0.068, 0.048) if columns > 1 else (0.15 if panel.lanes else 0.11, 0.05)
+    if panel.legend_column:
+        right = 0.15 if columns > 1 else 0.26
     top = 1 - row * tall
-    x = (column * width + left, (column + 1) * width - right)
-    return {"x": x, "y": (top - tall + 52 / total, top - 50 / total)}
+    return {"x": (column * width + left, (column + 1) * width - right), "y": (top - tall + 52 / total, top - 50 / total)}
 
 
-def _add_axes(layout: dict, panel: Panel, suffix: str, box: dict, total: int) -> None:
+def _add_axes(layout: dict, panel: Panel, suffix: str, box: dict) -> None:
     common = {"gridcolor": style.GRID, "zeroline": False, "linecolor": style.GRID, "automargin": False}
     x_axis = {"domain": list(box["x"]), "anchor": f"y{suffix}", "title": {"text": panel.x_title, "standoff": 6}}
     y_axis = {"domain": list(box["y"]), "anchor": f"x{suffix}", "title": {"text": panel.y_title, "standoff": 6}}
@@ -102,60 +96,43 @@ def _add_axes(layout: dict, panel: Panel, suffix: str, box: dict, total: int) ->
         y_axis["range"] = [low, high]
     elif low is not None:
         y_axis["autorangeoptions"] = {"minallowed": low, "include": low}
+    if panel.log:
+        y_axis.update(type="log", exponentformat="power", dtick=1)
     if panel.lanes:
         y_axis.update(type="category", categoryorder="array", categoryarray=panel.lanes)
     if panel.heat is not None:
         y_axis["dtick"] = max(1, len(panel.heat.y) // 8)
-    for axis in (x_axis, y_axis):  # said in full each time: a live figure keeps what a new layout leaves out
+    for axis in (x_axis, y_axis):  # in full each time: a live figure keeps what a new layout leaves out
         axis["showticklabels"] = not panel.empty
         axis["showgrid"] = not panel.empty and panel.heat is None
         if panel.empty:
             axis["title"] = {"text": ""}
     layout[f"xaxis{suffix}"] = {**common, **x_axis}
     layout[f"yaxis{suffix}"] = {**common, **y_axis}
-    layout[f"legend{suffix}"] = {
-        "orientation": "h",
-        "x": box["x"][0],
-        "xanchor": "left",
-        "yanchor": "bottom",
-        "y": box["y"][1] + 2 / total,
-        "font": {"size": 11},
-        "bgcolor": "rgba(0,0,0,0)",
-        "itemsizing": "constant",
-        "itemwidth": 30,
-    }
-    layout["annotations"].append(
-        {
-            "text": f"<b>{panel.title}</b>",
-            "xref": "paper",
-            "yref": "paper",
-            "showarrow": False,
-            "x": box["x"][0],
-            "xanchor": "left",
-            "y": box["y"][1] + 25 / total,
-            "yanchor": "bottom",
-            "font": {"size": 14},
-        }
-    )
+
+
+def _add_words(layout: dict, panel: Panel, suffix: str, box: dict, total: int, title: bool) -> None:
+    """Legend, title, and what an empty panel waits for."""
+    (left, right), (bottom, top) = box["x"], box["y"]
+    legend = {"font": {"size": 11}, "bgcolor": "rgba(0,0,0,0)", "itemsizing": "constant", "itemwidth": 30, "xanchor": "left"}
+    if panel.legend_column:
+        legend.update(orientation="v", x=right + 0.005, y=top, yanchor="top")
+    else:
+        legend.update(orientation="h", x=left, y=top + 2 / total, yanchor="bottom")
+    layout[f"legend{suffix}"] = legend
+    paper = {"xref": "paper", "yref": "paper", "showarrow": False}
+    if title:
+        place = {"x": left, "y": top + 25 / total, "xanchor": "left", "yanchor": "bottom", "font": {"size": 14}}
+        layout["annotations"].append({"text": f"<b>{panel.title}</b>", **paper, **place})
     if panel.empty and panel.note:
-        layout["annotations"].append(
-            {
-                "text": panel.note.replace("\n", "<br>"),
-                "xref": "paper",
-                "yref": "paper",
-                "showarrow": False,
-                "x": sum(box["x"]) / 2,
-                "y": sum(box["y"]) / 2,
-                "xanchor": "center",
-                "yanchor": "middle",
-            }
-        )
+        place = {"x": (left + right) / 2, "y": (bottom + top) / 2, "xanchor": "center", "yanchor": "middle"}
+        layout["annotations"].append({"text": panel.note.replace("\n", "<br>"), **paper, **place})
 
 
-def _line(line: Line, name: str) -> dict[str, Any]:
+def _line(line: Line) -> dict[str, Any]:
     return {
         "type": "scatter",
-        "name": name,
+        "name": line.name,
         "x": _short(line.x),
         "y": _short(line.y),
         "mode": "lines+markers" if line.markers else "lines",

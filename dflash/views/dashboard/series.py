@@ -20,6 +20,7 @@ MAX_BUCKETS = 700  # drawn as an envelope (two points a bucket) this stays below
 MAX_ROWS = 160  # columns of the heat map
 MAX_SPANS = 1500
 MAX_LOG_LINES = 400
+RECENT = 30  # steps that the time left is estimated from
 SMOOTHING = 0.1  # weight of the newest value in the smoothed loss, bias-corrected at the start
 
 
@@ -79,6 +80,11 @@ class Series:
         return np.repeat(data[:, 0], 2), data[:, 2:4].reshape(-1).copy()
 
     @property
+    def median(self) -> float:
+        """Median over the buckets; NaN without any."""
+        return float(np.median(self.mean()[1])) if len(self) else float("nan")
+
+    @property
     def last(self) -> float | None:
         if self._open:
             return self._open[-1][1]
@@ -126,6 +132,20 @@ def _mean(rows: list[np.ndarray]) -> np.ndarray:
     return np.divide(total, known.sum(0), out=np.full(stack.shape[1], np.nan), where=known.any(0))
 
 
+class Smoothed(Series):
+    """Exponentially smoothed values, bias-corrected at the start."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._value = self._weight = 0.0
+
+    def add(self, x: float, y: float | None) -> None:
+        if y is not None:
+            self._value += SMOOTHING * (y - self._value)
+            self._weight += SMOOTHING * (1 - self._weight)
+            super().add(x, self._value / self._weight)
+
+
 class RunSeries:
     """All that the panels and the summary need to know about one run."""
 
@@ -149,13 +169,15 @@ class RunSeries:
         self.skipped: dict[str, int] = {}
         self.not_finite = 0
         self.tokens = 0
-        self.loss, self.smooth_loss, self.eval_loss = Series(), Series(), Series()
-        self.train_acceptance, self.eval_acceptance = Series(), Series()
+        self.loss, self.smooth_loss, self.eval_loss = Series(), Smoothed(), Series()
+        self.train_acceptance, self.eval_acceptance = Smoothed(), Series()
         self.train_slots, self.eval_slots = Rows(), Rows()
+        self.recent: deque[float] = deque(maxlen=RECENT)  # seconds of the newest steps, without evaluations and pauses
         self.step_seconds, self.step_rate, self.lr, self.grad_norm = Series(), Series(), Series(), Series()
         self.rate: dict[str, Series] = {}
         self.queue: dict[str, Series] = {}
         self.waiting: dict[str, list[float]] = {}  # stage -> [busy seconds, waiting seconds]
+        self.phases: dict[str, dict[str, float]] = {}  # stage -> phase -> seconds so far
         self.memory: dict[str, Series] = {}
         self.utilization: dict[str, Series] = {}
         self.memory_peak: dict[str, float] = {}
@@ -165,7 +187,6 @@ class RunSeries:
         self.faults: list[dict[str, Any]] = []
         self.warmups: list[dict[str, Any]] = []
         self.checkpoints: list[dict[str, Any]] = []
-        self._smooth = self._smooth_weight = self._smooth_accept = self._accept_weight = 0.0
         self._cut = 0
 
     def follow(self, chunk: int = 1 << 20) -> int:
@@ -220,6 +241,32 @@ class RunSeries:
     def config(self) -> dict[str, Any]:
         return (self.run_start or {}).get("config") or {}
 
+    def setting(self, name: str) -> Any:
+        """A setting by its own name, in whichever section it stands; None where it is not."""
+        sections = [self.config, *(value for value in self.config.values() if isinstance(value, dict))]
+        return next((section[name] for section in sections if section.get(name) is not None), None)
+
+    @property
+    def total_steps(self) -> int | None:
+        """Planned number of steps: from the newest `plan` record, else from the configuration."""
+        total = self.planned_steps if self.planned_steps is not None else self.setting("steps")
+        return total if isinstance(total, int) and total > 0 else None
+
+    @property
+    def seconds_left(self) -> float | None:
+        """What is left of the planned steps at the speed of the newest ones, with the evaluations and checkpoints that are
+        due. Loading, capture and pauses do not count. None before the third step, and when nothing is left."""
+        step, total = self.last_step.get("step") or 0, self.total_steps
+        if not total or step >= total or len(self.recent) < 3:
+            return None
+        left = sum(self.recent) / len(self.recent) * (total - step)
+        if self.planned_steps is None and self.setting("max_minutes"):  # the plan will be cut to this
+            left = min(left, 60.0 * self.setting("max_minutes"))
+        for newest, every in ((self.last_eval, "eval_every"), ((self.checkpoints or [{}])[-1], "checkpoint_every")):
+            due = self.setting(every) or 0
+            left += (newest.get("seconds") or 0.0) * (total // due - step // due if due else 0)
+        return left
+
     def _on_run_start(self, record: dict[str, Any], at: float) -> None:
         self.run_start = record
         self.run_end = None
@@ -233,6 +280,8 @@ class RunSeries:
         if self.first_step_at is None:
             self.first_step_at = at
         self.tokens += record.get("tokens") or 0
+        if record.get("step_seconds"):
+            self.recent.append(record["step_seconds"])
         if record.get("skipped"):
             reason = record.get("reason") or "no reason given"
             self.skipped[reason] = self.skipped.get(reason, 0) + 1
@@ -242,14 +291,8 @@ class RunSeries:
             self.not_finite += 1
         else:
             self.loss.add(step, loss)
-            self._smooth += SMOOTHING * (loss - self._smooth)
-            self._smooth_weight += SMOOTHING * (1 - self._smooth_weight)
-            self.smooth_loss.add(step, self._smooth / self._smooth_weight)
-        acceptance = record.get("acceptance_length")
-        if acceptance is not None:
-            self._smooth_accept += SMOOTHING * (acceptance - self._smooth_accept)
-            self._accept_weight += SMOOTHING * (1 - self._accept_weight)
-            self.train_acceptance.add(step, self._smooth_accept / self._accept_weight)
+            self.smooth_loss.add(step, loss)
+        self.train_acceptance.add(step, record.get("acceptance_length"))
         if isinstance(record.get("accuracy"), list):
             self.train_slots.add(step, record["accuracy"])
         self.step_seconds.add(step, record.get("step_seconds"))
@@ -281,6 +324,7 @@ class RunSeries:
         self.rate.setdefault(name, Series()).add(at, record.get("tokens_per_second"))
         if record.get("queue_depth") is not None:
             self.queue.setdefault(name, Series()).add(at, record["queue_depth"])
+        self.phases[name] = record.get("phases") or {}
         share = self.waiting.setdefault(name, [0.0, 0.0])
         share[0] += record.get("busy_seconds") or 0.0
         share[1] += record.get("wait_seconds") or 0.0

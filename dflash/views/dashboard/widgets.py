@@ -10,7 +10,6 @@ widget state.
 from __future__ import annotations
 
 import base64
-import html
 import time
 
 import ipywidgets
@@ -19,12 +18,13 @@ import plotly.graph_objects as go
 from IPython.display import display
 
 from dflash.runs.control import RunControl
-from dflash.views.dashboard import style
-from dflash.views.dashboard.bundle import bundle, one_line, total_steps
-from dflash.views.dashboard.log_view import fault_html, log_bundle, log_html
+from dflash.views import style
+from dflash.views.dashboard.bundle import bundle, one_line
+from dflash.views.dashboard.log_view import log_bundle, log_html
 from dflash.views.dashboard.panels import Panel, build_panels
 from dflash.views.dashboard.plotly_form import grid_figure, shape_of, traces
 from dflash.views.dashboard.series import RunSeries
+from dflash.views.templates import render
 
 BUTTONS = (
     ("pause", "Pause", "pause", "hold before the next step"),
@@ -88,7 +88,7 @@ class WidgetView:
             self._new_arrays(panels)
         self._drawn = panels
         self._set(self._status, status_html(series, self._waiting_for(series)))
-        self._set(self._log, fault_html(series) + log_html(series))
+        self._set(self._log, log_html(series))
         paused = series.control == "paused"
         over = series.run_end is not None
         for action, button in self._buttons.items():
@@ -108,7 +108,7 @@ class WidgetView:
         image = base64.b64decode(content["image/png"]) if panels else b""
         self._box.children = (self._status, ipywidgets.Image(value=image, format="png"), self._log)
         self._set(self._status, status_html(series))
-        self._set(self._log, fault_html(series) + log_html(series))
+        self._set(self._log, log_html(series))
         for widget in (self._figure, *self._buttons.values()):
             widget.close()
 
@@ -161,44 +161,24 @@ def status_html(series: RunSeries, waiting: str = "") -> str:
     """The head of the dashboard: state, progress, and the few numbers that matter."""
     with series.lock:
         state = (series.run_end or {}).get("status") or series.control or "running"
-        step, total = series.last_step.get("step"), total_steps(series)
-        acceptance = series.last_eval.get("acceptance_length")
-        best = series.best_eval.get("acceptance_length")
+        step, total, left = series.last_step.get("step") or 0, series.total_steps, series.seconds_left
+        acceptance, best = (e.get("acceptance_length") for e in (series.last_eval, series.best_eval))
         loss, rate, seconds = series.smooth_loss.last, series.step_rate.last, series.seconds
     state = {"resumed": "running"}.get(state, state)
-    colour = {"failed": style.VERMILLION, "completed": style.GREEN, "paused": style.ORANGE}.get(state, style.BLUE)
-    cells = [("step", f"{step or 0}" + (f" of {total}" if total else ""))]
-    if loss is not None:
-        cells.append(("loss", f"{loss:.3f}"))
-    if acceptance is not None:
-        cells.append(("held-out acceptance length, bonus token included", f"{acceptance:.3f}"))
-        cells.append(("best", f"{best:.3f}"))
-    if rate:
-        cells.append(("tokens/s", style.number(rate, 0)))
-    cells.append(("elapsed", style.duration(seconds)))
-    if step and total and step < total and state == "running":
-        cells.append(("left, about", style.duration(seconds / step * (total - step))))
-    numbers = "".join(
-        f'<div><div style="font-size:17px;font-weight:600;line-height:1.25">{html.escape(value)}</div>'
-        f'<div style="font-size:11px;color:{style.INK};line-height:1.2">{html.escape(name)}</div></div>'
-        for name, value in cells
-    )
-    bar = ""
-    if step and total:
-        done = min(100.0, 100 * step / total)
-        bar = (
-            f'<div style="height:3px;background:{style.GRID};margin-top:6px">'
-            f'<div style="height:3px;width:{done:.1f}%;background:{colour}"></div></div>'
-        )
-    note = f'<div style="font-size:12px;color:{style.INK}">{html.escape(waiting)}</div>' if waiting else ""
-    badge = (
-        f'<div style="background:{colour};color:white;border-radius:4px;padding:2px 10px;font-weight:600;'
-        f'align-self:center">{html.escape(state)}</div>'
-    )
-    return (
-        f'<div style="font-family:{style.FONT};padding:4px 2px">'
-        f'<div style="display:flex;gap:26px;flex-wrap:wrap">{badge}{numbers}</div>{bar}{note}</div>'
-    )
+    colours = {"failed": style.VERMILLION, "completed": style.GREEN, "paused": style.ORANGE}
+    known = {  # all of them from the start: a number that appears later would move the buttons below
+        "step": f"{step} of {total}" if total else str(step),
+        "loss": None if loss is None else f"{loss:.3f}",
+        "held-out acceptance length, bonus token included": None if acceptance is None else f"{acceptance:.3f}",
+        "best": None if best is None else f"{best:.3f}",
+        "tokens/s": style.number(rate, 0) if rate else None,
+        "elapsed": style.duration(seconds),
+        "left, about": style.duration(left) if left is not None and state == "running" else None,
+    }
+    cells = [(name, value or "\N{EN DASH}") for name, value in known.items()]
+    done = min(100.0, 100 * step / total) if total else 0.0
+    colour = colours.get(state, style.BLUE)
+    return str(render("status.html", state=state, colour=colour, cells=cells, done=done, waiting=waiting))
 
 
 def _answer_while_busy(widget: ipywidgets.Widget) -> None:

@@ -1,7 +1,7 @@
 """An executed notebook, or a run folder, as one `report.html` that opens offline.
 
-python -m dflash report runs/<id>/report.ipynb -o runs/<id>/report.html
-python -m dflash report runs/<id>
+dflash report runs/<id>/report.ipynb -o runs/<id>/report.html
+dflash report runs/<id>
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ def build_report(
         except Exception as error:  # nbformat raises many kinds
             raise RunError(f"{notebook_path} is not a notebook; give an executed notebook or a run folder") from error
         material.verdict = verdict(notebook)
-        material.commands = repeat_commands(notebook)
-        material.notebook_html = cells_html(notebook, static)
+        material.commands = repeat_commands(notebook, notebook_path)
         folder = folder or run_folder(notebook, notebook_path)
+        material.notebook_html = cells_html(notebook, static, shown=folder is not None)
     if folder is not None:
         if not holds_run(folder):
             raise RunError(f"{folder} holds no run (metrics.jsonl is missing); check --run")

@@ -7,17 +7,23 @@ of the cells after it; `verdict` looks for both.
 
 from __future__ import annotations
 
+import base64
 import copy
-import html
 import json
 import re
+import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import nbformat
+import yaml
+from markupsafe import Markup
 
 from dflash.views.dashboard.bundle import PLOTLY_MIME
+from dflash.views.dashboard.panels import Panel
+from dflash.views.templates import render
 
 
 @dataclass(frozen=True)
@@ -33,6 +39,10 @@ class Verdict:
     @property
     def good(self) -> bool:
         return self.status == "ok"
+
+    @property
+    def interrupted(self) -> bool:
+        return self.error.startswith("KeyboardInterrupt")
 
 
 def verdict(notebook: nbformat.NotebookNode) -> Verdict:
@@ -76,62 +86,82 @@ def heading(notebook: nbformat.NotebookNode, otherwise: str) -> str:
     return otherwise
 
 
-def repeat_commands(notebook: nbformat.NotebookNode) -> list[str]:
-    """The lines that repeat an execution, from papermill's own record of it."""
-    import shlex
+def repeat_commands(notebook: nbformat.NotebookNode, path: Path | None = None) -> list[str]:
+    """The lines that repeat an execution under a new id, from papermill's own record of it; the old output stays.
 
+    `path` is where the notebook lies: the new name is one that is free there.
+    """
     record = notebook.metadata.get("papermill") or {}
-    source, out = record.get("input_path"), record.get("output_path")
+    source, out = record.get("input_path"), Path(record.get("output_path") or "out.ipynb")
     if not source:
         return []
-    given = []
-    for name, value in (record.get("parameters") or {}).items():
-        if isinstance(value, (str, int, float, bool)) or value is None:
-            given += ["-p", name, str(value)]
+    whole_folder = out.name == "report.ipynb" and out.parent.name
+    new = _next(out.parent if whole_folder else out)
+    beside = path.resolve().parent.parent if whole_folder and path else (path.resolve().parent if path else None)
+    while beside is not None and (beside / new.name).exists():
+        new = _next(new)
+    given = {**(record.get("parameters") or {}), **({"run_id": new.name} if whole_folder else {})}
+    words = []
+    for name, value in given.items():
+        if isinstance(value, str) and not isinstance(yaml.safe_load(value), str):
+            words += ["-y", f"{name}: {json.dumps(value)}"]  # "5" stays text
+        elif isinstance(value, (str, int, float, bool)) or value is None:
+            words += ["-p", name, str(value)]
         else:
-            given += ["-y", f"{name}: {json.dumps(value)}"]
-    line = shlex.join([str(source), str(out or "out.ipynb"), *given])
-    return [f"python -m dflash run {line}", f"papermill {line}"]
+            words += ["-y", f"{name}: {json.dumps(value)}"]
+    out = new / out.name if whole_folder else new
+    line = shlex.join([str(source), str(out), *words])
+    return [f"dflash run {line}", f"mkdir -p {shlex.quote(str(out.parent))} && papermill {line}"]
 
 
-def cells_html(notebook: nbformat.NotebookNode, static: bool) -> str:
-    """The cells through nbconvert's basic template; plot bundles become `figure_html`."""
+def _next(path: Path) -> Path:
+    """`night` -> `night-2`, `night-2` -> `night-3`, `out.ipynb` -> `out-2.ipynb`."""
+    found = re.fullmatch(r"(.+)-(\d{1,3})", path.stem)
+    stem, number = (found.group(1), int(found.group(2))) if found else (path.stem, 1)
+    return path.with_name(f"{stem}-{number + 1}{path.suffix}")
+
+
+def cells_html(notebook: nbformat.NotebookNode, static: bool, shown: bool = False) -> Markup:
+    """The cells through nbconvert's basic template. Plot bundles become the page's own figures; the run's plots are left
+    out where the page shows the run itself (`shown`)."""
     from nbconvert import HTMLExporter
 
     notebook = copy.deepcopy(notebook)
     notebook.metadata.pop("widgets", None)  # megabytes of widget state that nothing here can show
     for cell in notebook.cells:
         for output in cell.get("outputs", []):
-            _use_figure(output, static)
+            _use_figure(output, static, shown)
     exporter = HTMLExporter(template_name="basic", exclude_input_prompt=True, exclude_output_prompt=True)
     exporter.exclude_anchor_links = True
-    body, _ = exporter.from_notebook_node(notebook)
-    return body
+    return Markup(exporter.from_notebook_node(notebook)[0])
 
 
-def _use_figure(output: Any, static: bool) -> None:
+def _use_figure(output: Any, static: bool, shown: bool) -> None:
     data = output.get("data")
     if not data:
         return
     for mime in [m for m in data if m.startswith("application/vnd.jupyter.widget") or m.endswith("javascript")]:
         del data[mime]
-    if PLOTLY_MIME in data or "image/png" in data:
-        figure = None if static else data.get(PLOTLY_MIME)
-        caption = "".join(data.get("text/plain", ""))
-        if data.get("image/png") or figure:
-            output["data"] = {"text/html": figure_html(data.get("image/png"), figure, str(caption))}
+    if PLOTLY_MIME not in data and "image/png" not in data:
+        return
+    caption = str("".join(data.get("text/plain", "")))
+    if shown and (output.get("metadata") or {}).get("dflash", {}).get("run"):
+        output["data"] = {"text/plain": f"{caption}\n(The plots are above, under Curves.)"}
+        return
+    figure = None if static else data.get(PLOTLY_MIME)
+    if data.get("image/png") or figure:
+        image = (data.get("image/png") or "").replace("\n", "")
+        values = {"picture": image, "data": embedded(figure) if figure else None, "caption": caption}
+        output["data"] = {"text/html": str(render("figure.html", **values))}
 
 
-def figure_html(png: str | None, figure: dict[str, Any] | None, caption: str = "", wide: bool = True) -> str:
-    """An image that a script turns into the interactive plot; without scripts the image stays."""
-    alternative = html.escape(caption or "plot", quote=True)
-    picture = png.replace("\n", "") if png else ""
-    image = f'<img alt="{alternative}" src="data:image/png;base64,{picture}">' if png else ""
-    data = ""
-    if figure is not None:
-        content = json.dumps(figure, separators=(",", ":")).replace("</", "<\\/")
-        data = f'<script type="application/json">{content}</script>'
-    drawn = ' class="drawn"' if "\n" in caption else ""  # a table, or a plot in characters: its lines stay lines
-    line = f"<figcaption{drawn}>{html.escape(caption)}</figcaption>" if caption and wide else ""
-    kind = "plot wide" if wide else "plot"
-    return f'<figure class="{kind}"><div class="canvas">{image}</div>{data}{line}</figure>'
+def embedded(figure: dict[str, Any]) -> Markup:
+    """A plotly figure as JSON that may stand inside a script element."""
+    return Markup(json.dumps(figure, separators=(",", ":")).replace("</", "<\\/"))
+
+
+def picture(panels: Sequence[Panel]) -> str:
+    """The panels as a PNG without titles, in base64."""
+    from dflash.views.dashboard.image_form import png
+
+    return base64.b64encode(png(panels, dpi=100, titles=False)).decode("ascii")

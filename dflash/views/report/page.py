@@ -1,11 +1,12 @@
-"""The report's HTML: one file that opens without a network, summary first."""
+"""What the report shows, from the run's record and the executed notebook; `templates/report.html` lays it out."""
 
 from __future__ import annotations
 
-import base64
-import html
 import json
+import secrets
+import shlex
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,17 +14,17 @@ from typing import Any
 import yaml
 
 from dflash.runs.record import CONFIG_NAME, ENVIRONMENT_NAME, STACKS_NAME
-from dflash.views.dashboard import style
+from dflash.runs.tables import Table
+from dflash.views import style
 from dflash.views.dashboard.log_view import log_lines
-from dflash.views.dashboard.panels import build_panels
-from dflash.views.dashboard.series import RunSeries
+from dflash.views.dashboard.panels import Panel, build_panels
+from dflash.views.dashboard.series import MAX_LOG_LINES, RunSeries
 from dflash.views.examples import examples_html, read_evaluation
-from dflash.views.report.notebook_part import Verdict, figure_html
-from dflash.views.report.script import plotly_script
+from dflash.views.report.notebook_part import Verdict, embedded, picture
 from dflash.views.report.story import bottleneck, findings, flatten, hardware, headline, status_of, what_ran
-from dflash.views.report.style_sheet import CSS
+from dflash.views.templates import render
 
-escape = html.escape
+WORDS = {"died": "killed", "empty": "no record"}  # statuses that a reader knows by another name
 
 
 @dataclass
@@ -38,122 +39,89 @@ class Material:
     static: bool = False
 
     @property
+    def has_run(self) -> bool:
+        return self.series is not None and bool(self.series.records)
+
+    @property
     def status(self) -> str:
-        """The run's status; a notebook that failed after its run had ended still failed."""
-        if self.verdict is not None and self.verdict.status in ("failed", "killed"):
-            return "failed" if self.verdict.status == "failed" else "died"
-        if self.series is None or not self.series.records:
-            return "completed" if self.verdict is not None and self.verdict.good else "empty"
-        return status_of(self.series, now=time.time())
+        """The run's status; a notebook that failed after its run had ended still failed, unless somebody interrupted it."""
+        run = status_of(self.series) if self.has_run else "empty"
+        ended = self.verdict.status if self.verdict is not None else ""
+        if run == "interrupted" or (self.verdict is not None and self.verdict.interrupted):
+            return "interrupted"
+        if ended in ("failed", "killed"):
+            return "failed" if ended == "failed" else "died"
+        return "completed" if run == "empty" and ended == "ok" else run
 
 
 def page(material: Material) -> str:
     """The whole document."""
-    sections = [("Summary", summary_html(material))]
-    series = material.series
-    if material.status in ("failed", "died"):
-        sections.append(("What failed", failure_html(material)))
-    if series is not None and series.records:
-        sections.append(("Curves", curves_html(series, material.static)))
-        examples = read_evaluation(series.path)
-        if examples and examples["prompts"]:
-            sections.append(("Examples", examples_html(examples)))
-        if series.faults or series.warmups or series.checkpoints or series.log:
-            sections.append(("What happened", events_html(series)))
-    if material.commands:
-        lines = "\n".join(material.commands)
-        sections.append(("Repeat it", f'<pre class="wrap">{escape(lines)}</pre>'))
+    series, status = material.series, material.status
+    found: dict[str, Any] = dict.fromkeys(("story", "cards", "odd", "ended", "plots", "events", "log", "settings"))
+    found.update(examples=None, log_title="", commands=material.commands, notebook=material.notebook_html)
+    if status in ("failed", "died", "interrupted"):
+        found["ended"] = _ended(material)
+    if material.has_run:
+        # a killed notebook's record may lack its end: the page says the same in every place
+        environment = _environment(series)
+        found["story"] = [
+            ("What ran", what_ran(series.config)),
+            ("On what", hardware(environment, series)),
+            ("Result", headline(series, status)),
+            ("Bottleneck", bottleneck(series)),
+        ]
+        found.update(cards=_cards(series), odd=findings(series, status), events=_events(series))
+        found["plots"] = plots(build_panels(series, drop_empty=True), material.static)
+        found["log"] = log_lines(series, tail=MAX_LOG_LINES)
+        cut = len(found["log"]) == MAX_LOG_LINES
+        found["log_title"] = f"The log's last {MAX_LOG_LINES} lines" if cut else "The log"
+        evaluation = read_evaluation(series.path)
+        if evaluation and evaluation["prompts"]:
+            found["examples"] = examples_html(evaluation)
     if series is not None:
-        sections.append(("Configuration and environment", configuration_html(series)))
-    if material.notebook_html:
-        sections.append(("Notebook", f'<div class="notebook">{material.notebook_html}</div>'))
-    badge = f'<span class="badge {material.status}">{escape(_word(material.status))}</span>'
-    return document(material, sections, badge)
+        found["settings"] = _settings(series)
+    return document("report.html", material.title, material.static, status=status, **found)
 
 
-def document(material: Material, sections: list[tuple[str, str]], badge: str) -> str:
-    """Sections (title, HTML) in the page's frame; `badge` is HTML before the title."""
-    from pygments.formatters import HtmlFormatter
-
-    css = CSS + HtmlFormatter(style="default").get_style_defs(".highlight")
-    dark = HtmlFormatter(style="github-dark").get_style_defs(".highlight")
-    css += "@media (prefers-color-scheme: dark) {" + dark + "}.highlight,.highlight pre{background:var(--code)}"
-    body, links = [], []
-    for title, content in sections:
-        anchor = title.lower().replace(" ", "-")
-        links.append(f'<a href="#{anchor}">{escape(title)}</a>')
-        heading = "" if title == "Summary" else f"<h2>{escape(title)}</h2>"
-        kind = ' class="failure"' if title == "What failed" else ""
-        body.append(f'<section id="{anchor}"{kind}>{heading}{content}</section>')
-    header = f"<header><h1>{badge}{escape(material.title)}</h1><nav>{''.join(links[1:])}</nav></header>"
-    script = "" if material.static else plotly_script()
+def document(template: str, title: str, static: bool, status: str = "", **values: Any) -> str:
+    """A template in the page's frame. `status` is the badge before the title."""
+    frame = {"title": title, "static": static, "status": status, "word": WORDS.get(status, status), "nav": []}
     made = time.strftime("%Y-%m-%d %H:%M")
-    return (
-        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(material.title)}</title><style>{css}</style></head>\n<body><main>{header}\n"
-        + "\n".join(body)
-        + f"<footer>Made {made} from the run's own record; this file needs no network.</footer>"
-        + f"</main>\n{script}"
-        "</body></html>\n"
-    )
+    return render(template, **frame, made=made, nonce=secrets.token_urlsafe(16), **values)
 
 
-def _word(status: str) -> str:
-    return {"died": "killed", "empty": "no record", "interrupted": "stopped"}.get(status, status)
+def plots(panels: Sequence[Panel], static: bool) -> list[dict[str, Any]]:
+    """Each panel for the template's `plot`: its title, its image, and its interactive form unless `static`."""
+    from dflash.views.dashboard.plotly_form import grid_figure
 
-
-def summary_html(material: Material) -> str:
-    """Headline, numbers, and the story in four lines."""
-    series = material.series
-    if series is None or not series.records:
-        text = "This notebook ran to its end." if material.status == "completed" else "There is no run to report."
-        return f"<p>{text}</p>" if material.status != "failed" else ""
-    environment = (series.run_start or {}).get("environment") or _json(series.path / ENVIRONMENT_NAME)
-    status = status_of(series, now=time.time())
-    remarks = findings(series, status)
-    odd = (
-        '<ul class="findings">'
-        + "".join(f'<li class="{remark.level}">{escape(remark.text)}</li>' for remark in remarks)
-        + "</ul>"
-        if remarks
-        else "Nothing stood out."
-    )
-    story = [
-        ("What ran", escape(what_ran(series.config))),
-        ("On what", escape(hardware(environment, series))),
-        ("Result", escape(headline(series, status))),
-        ("Bottleneck", escape(bottleneck(series))),
-        ("Anything odd", odd),
+    return [
+        {
+            "title": panel.title,
+            "picture": picture([panel]),
+            "data": None if static else embedded(json.loads(grid_figure([panel], columns=1, titles=False).to_json())),
+        }
+        for panel in panels
     ]
-    rows = "".join(f"<dt>{name}</dt><dd>{text}</dd>" for name, text in story)
-    return f'{_cards(series)}<dl class="story">{rows}</dl>'
 
 
-def _cards(series: RunSeries) -> str:
+def _cards(series: RunSeries) -> list[tuple[str, str]]:
     cards = []
     acceptance = series.last_eval.get("acceptance_length")
     if acceptance is not None:
         best = series.best_eval
-        detail = f"best {best['acceptance_length']:.2f} at step {best.get('step')}" if best else ""
-        cards.append((f"{acceptance:.2f}", f"held-out acceptance length, bonus token included; {detail}"))
+        detail = f"; best {best['acceptance_length']:.2f} at step {best.get('step')}" if best else ""
+        cards.append((f"{acceptance:.2f}", f"held-out acceptance length, bonus token included{detail}"))
     if series.smooth_loss.last is not None:
         cards.append((f"{series.smooth_loss.last:.3f}", "training loss at the end, smoothed"))
     if series.tokens:
-        rates = series.step_rate.mean()[1]
-        median = sorted(rates)[len(rates) // 2] if len(rates) else None
-        if median:
-            cards.append((style.number(median, 0), "context tokens/s, median over the steps"))
+        if len(series.step_rate):
+            cards.append((style.number(series.step_rate.median, 0), "context tokens/s, median over the steps"))
         cards.append((_short(series.tokens), "context tokens trained on"))
     cards.append((style.duration(series.seconds), "from the first record to the last"))
     if series.memory_peak:
         name, peak = max(series.memory_peak.items(), key=lambda item: item[1])
         cards.append((style.gib(peak), f"highest memory, on {name}"))
-    return (
-        '<div class="cards">'
-        + "".join(f'<div class="card"><b>{escape(v)}</b><span>{escape(t)}</span></div>' for v, t in cards)
-        + "</div>"
-    )
+    return cards
 
 
 def _short(value: float) -> str:
@@ -163,111 +131,80 @@ def _short(value: float) -> str:
     return f"{value:.0f}"
 
 
-def failure_html(material: Material) -> str:
-    """What failed, where, and what is left to go on from."""
-    parts = []
+def _ended(material: Material) -> dict[str, Any]:
+    """How a run that did not complete ended, and what there is to go on from."""
     series, verdict = material.series, material.verdict
-    if verdict is not None and verdict.status == "failed":
-        parts.append(f"<p>Cell {verdict.cell} of the notebook raised <b>{escape(verdict.error)}</b></p>")
+    interrupted = material.status == "interrupted"
+    ended: dict[str, Any] = {"title": "Where it stopped" if interrupted else "What failed", "lines": [], "faults": []}
+    ended.update(dict.fromkeys(("source", "traceback", "resume", "stacks")))
+    if interrupted:
+        ended["lines"].append("Somebody interrupted this run (Ctrl-C, Stop, or SIGTERM); nothing is wrong with it.")
+    elif verdict is not None and verdict.status == "failed":
+        ended["lines"].append(f"Cell {verdict.cell} of the notebook raised {verdict.error}")
     elif verdict is not None and verdict.status == "killed":
-        parts.append(
-            f"<p>The notebook's kernel ended while cell {verdict.cell} ran, without an error message. The "
-            "usual cause is the system's out-of-memory killer; a crash in native code is the other.</p>"
-            f"<pre>{escape(verdict.source[:1500])}</pre>"
+        ended["lines"].append(
+            f"The notebook's kernel ended while cell {verdict.cell} ran, without an error message. The usual cause is the "
+            "system's out-of-memory killer; a crash in native code is the other."
         )
-    if series is not None:
-        for fault in series.faults[-3:]:
-            at = f" at step {fault['step']}" if fault.get("step") is not None else ""
-            parts.append(
-                f"<p><b>{escape(str(fault.get('worker')))}</b>{at}: {escape(str(fault.get('type')))}: "
-                f"{escape(str(fault.get('message')))}</p>"
-                f'<pre class="tall">{escape(str(fault.get("traceback") or "no traceback recorded"))}</pre>'
-            )
-        good = series.last_step.get("step")
+        ended["source"] = verdict.source[:1500]
+    if material.has_run:
+        ended["faults"] = [] if interrupted else series.faults[-3:]
+        step, total = series.last_step.get("step"), series.total_steps
+        done = f"Last completed step: {step}{f' of {total}' if total else ''}." if step else "No step was completed."
         saved = series.checkpoints[-1] if series.checkpoints else None
-        parts.append(f"<p>Last completed step: {good if good is not None else 'none'}. ")
-        parts[-1] += (
-            f"Last checkpoint: <code>{escape(str(saved.get('path')))}</code> at step {saved.get('step')}.</p>"
-            if saved
-            else "No checkpoint was saved.</p>"
+        kept = (
+            f" Last checkpoint: {saved.get('path')} at step {saved.get('step')}." if saved else " No checkpoint was saved."
         )
+        ended["lines"].append(done + kept)
+        if saved and (series.path / CONFIG_NAME).exists():
+            ended["resume"] = f"dflash train --config {shlex.quote(str(series.path / CONFIG_NAME))} --resume"
         stacks = series.path / STACKS_NAME
         if stacks.exists():
-            text = stacks.read_text(errors="replace")
-            parts.append(
-                f"<details><summary>What every thread was doing ({STACKS_NAME})</summary>"
-                f'<pre class="tall">{escape(text[-60_000:])}</pre></details>'
-            )
-    if verdict is not None and verdict.traceback and not (series and series.faults):
-        parts.append(f'<pre class="tall">{escape(verdict.traceback[-20_000:])}</pre>')
-    return "".join(parts)
+            ended["stacks"] = stacks.read_text(errors="replace")[-60_000:]
+    if verdict is not None and verdict.traceback and not ended["faults"] and not interrupted:
+        ended["traceback"] = verdict.traceback[-20_000:]
+    return ended
 
 
-def curves_html(series: RunSeries, static: bool) -> str:
-    """One figure a panel, in two columns."""
-    from dflash.views.dashboard.image_form import png
-    from dflash.views.dashboard.plotly_form import figure
-
-    parts = []
-    for panel in build_panels(series, drop_empty=True):
-        picture = base64.b64encode(png([panel], dpi=100)).decode("ascii")
-        data = None if static else json.loads(figure(panel).to_json())
-        parts.append(figure_html(picture, data, panel.title, wide=False))
-    return f'<div class="plots">{"".join(parts)}</div>'
-
-
-def events_html(series: RunSeries) -> str:
-    """Faults, warmups and checkpoints as a table, and the log's tail."""
+def _events(series: RunSeries) -> Any:
+    """Warmups, checkpoints and faults as a table in the order of time; None without any."""
     start = series.start_time or 0.0
     rows = [(w.get("t"), "warmup", f"{w.get('device')}: {style.duration(w.get('seconds'))}") for w in series.warmups]
     for c in series.checkpoints:
         took = f" in {style.duration(c['seconds'])}" if c.get("seconds") is not None else ""
         rows.append((c.get("t"), "checkpoint", f"step {c.get('step')}, {c.get('path')}{took}"))
     for f in series.faults:
-        rows.append((f.get("t"), "fault", f"{f.get('worker')}: {f.get('type')}: {f.get('message')}"))
+        rows.append((f.get("t"), "fault", style.clip(f"{f.get('worker')}: {f.get('type')}: {f.get('message')}", 400)))
     rows.sort(key=lambda row: row[0] or 0.0)
-    table = "".join(
-        f'<tr><td class="number">{style.duration((at or start) - start)}</td><td>{kind}</td>'
-        f"<td>{escape(text[:400])}</td></tr>"
-        for at, kind, text in rows
-    )
-    head = '<tr><th class="number">after</th><th>what</th><th></th></tr>'
-    text = f"<table>{head}{table}</table>" if rows else ""
-    lines = log_lines(series, tail=60)
-    if lines:
-        tail = escape("\n".join(lines))
-        head = f"The log's last {len(lines)} lines"
-        text += f'<details><summary>{head}</summary><pre class="tall">{tail}</pre></details>'
-    return text
+    rows = [(style.duration((at or start) - start), kind, text) for at, kind, text in rows]
+    return Table(rows, ["after", "what", "details"]) if rows else None
 
 
-def configuration_html(series: RunSeries) -> str:
+def _settings(series: RunSeries) -> list[list[tuple[str, Any]]]:
     """Settings in two columns, what they ran on in a third."""
     file = series.path / CONFIG_NAME
     config = series.config or (yaml.safe_load(file.read_text()) if file.exists() else {}) or {}
-    rows = [f"<tr><th>{escape(str(k))}</th><td>{escape(str(v))}</td></tr>" for k, v in flatten(config).items()]
+    rows = list(flatten(config).items())
     half = -(-len(rows) // 2)
-    settings = f"<table>{''.join(rows[:half])}</table><table>{''.join(rows[half:])}</table>"
-    environment = (series.run_start or {}).get("environment") or _json(series.path / ENVIRONMENT_NAME)
-    packages = {name: version for name, version in (environment.get("packages") or {}).items() if version}
+    environment = _environment(series)
     source = environment.get("source") or {}
-    commit = f"{source['commit']}{' with local changes' if source.get('changed') else ''}" if source.get("commit") else None
+    changed = " with local changes" if source.get("changed") else ""
     facts = {
         "Python": environment.get("python"),
         "platform": environment.get("platform"),
-        "source": commit,
+        "source": f"{source['commit']}{changed}" if source.get("commit") else None,
         "CUDA": (environment.get("cuda") or {}).get("version"),
-        **packages,
+        **(environment.get("packages") or {}),
         **(environment.get("variables") or {}),
     }
-    rows = "".join(
-        f"<tr><th>{escape(str(key))}</th><td>{escape(str(value))}</td></tr>" for key, value in facts.items() if value
-    )
-    return f'<div class="columns">{settings}<table>{rows}</table></div>'
+    return [rows[:half], rows[half:], [(name, value) for name, value in facts.items() if value]]
 
 
-def _json(path: Path) -> dict[str, Any]:
+def _environment(series: RunSeries) -> dict[str, Any]:
+    found = (series.run_start or {}).get("environment")
+    if found:
+        return found
     try:
-        return json.loads(path.read_text())
+        return json.loads((Path(series.path) / ENVIRONMENT_NAME).read_text())
     except (OSError, ValueError):
         return {}

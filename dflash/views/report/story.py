@@ -6,13 +6,15 @@ sentence is written only where the record supports it.
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from dflash.runs.lock import is_running
 from dflash.target.random_weights import is_random
-from dflash.views.dashboard import style
+from dflash.views import style
 from dflash.views.dashboard.panels import BONUS
 from dflash.views.dashboard.series import RunSeries, Series
 
@@ -32,39 +34,36 @@ class Finding:
 
 
 def status_of(series: RunSeries, now: float | None = None) -> str:
-    """completed, interrupted, failed, died (no end was written), running, or empty."""
+    """completed, interrupted, failed, died (no end was written), running, or empty. `now` is for tests."""
     if series.run_end is not None:
         return str(series.run_end.get("status") or "completed")
     if not series.records:
         return "empty"
     if series.faults:
         return "failed"
-    if now is not None and series.last_time is not None and now - series.last_time < SILENT_AFTER:
-        return "running"
-    return "died"
+    alive = is_running(series.path)
+    if alive is None:
+        now = time.time() if now is None else now
+        alive = series.last_time is not None and now - series.last_time < SILENT_AFTER
+    return "running" if alive else "died"
 
 
 def headline(series: RunSeries, status: str) -> str:
     """The result in one sentence."""
-    step = series.last_step.get("step")
+    step, total = series.last_step.get("step"), series.total_steps
     steps = f"{step:,} steps" if step else "no step"
+    if step and total and status in ("interrupted", "failed", "died", "running"):
+        steps = f"{step:,} of {total:,} steps"
     acceptance = series.last_eval.get("acceptance_length")
-    verb = {
-        "completed": "Completed",
-        "interrupted": "Stopped on request",
-        "failed": "Failed",
-        "died": "Ended without a word",
-        "running": "Still running",
-    }.get(status, status.capitalize())
+    verb = {"died": "Killed", "running": "Still running"}.get(status, status.capitalize())
     if acceptance is None:
         return f"{verb} after {steps}; held-out acceptance was not measured."
     gain = ""
     first = series.first_eval.get("acceptance_length")
     if first is not None and series.first_eval.get("step") != series.last_eval.get("step"):
         gain = f", from {first:.2f} at step {series.first_eval.get('step')}"
-    return (
-        f"{verb} after {steps} with a held-out acceptance length of {acceptance:.2f} tokens per target call ({BONUS}){gain}."
-    )
+    reached = f"a held-out acceptance length of {acceptance:.2f} tokens per target call ({BONUS})"
+    return f"{verb} after {steps} with {reached}{gain}."
 
 
 def what_ran(config: dict[str, Any]) -> str:
@@ -200,7 +199,7 @@ def _skips(series: RunSeries) -> list[Finding]:
     share = total / max(1, total + series.loss.count)
     reasons = "; ".join(f"{reason} ({count})" for reason, count in series.skipped.items())
     level = "odd" if share > 0.05 else "note"
-    return [Finding(level, f"{total} steps ({share:.1%}) were skipped: {reasons}.")]
+    return [Finding(level, f"{total} {'steps were' if total > 1 else 'step was'} skipped ({share:.1%}): {reasons}.")]
 
 
 def _curves(series: RunSeries) -> list[Finding]:
@@ -251,7 +250,7 @@ def _drift(series: Series, since: float = float("-inf")) -> float | None:
 
 def _first_line(text: Any) -> str:
     lines = str(text or "no message").strip().splitlines()
-    return lines[0] if lines else "no message"
+    return style.clip(lines[0], 300) if lines else "no message"
 
 
 def flatten(config: dict[str, Any]) -> dict[str, Any]:

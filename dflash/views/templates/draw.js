@@ -1,17 +1,3 @@
-"""plotly.js inside a page, without a network: packed by gzip (1.9 MB instead of 4.8) and unpacked by the
-browser.
-
-The page's script draws each figure when it comes into view, in place of its image. A browser without
-DecompressionStream (before 2023), or without JavaScript, keeps the images.
-"""
-
-from __future__ import annotations
-
-import base64
-import gzip
-from importlib import resources
-
-DRAW = """
 (async () => {
   const packed = document.getElementById('plotly-gz');
   if (!packed || !('DecompressionStream' in window)) return;
@@ -45,11 +31,3 @@ DRAW = """
   boxes.forEach((box) => watcher.observe(box));
   window.addEventListener('beforeprint', () => boxes.forEach(draw));
 })();
-"""
-
-
-def plotly_script() -> str:
-    """Both script elements: the packed library and the code that unpacks it and draws."""
-    library = resources.files("plotly").joinpath("package_data", "plotly.min.js").read_bytes()
-    packed = base64.b64encode(gzip.compress(library, 9, mtime=0)).decode("ascii")
-    return f'<script id="plotly-gz" type="text/plain">{packed}</script>\n<script>{DRAW}</script>'

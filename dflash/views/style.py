@@ -1,4 +1,4 @@
-"""Colours, fonts and number formats shared by both drawing forms and by the report.
+"""Colours, fonts and number formats that all views share.
 
 Series colours are Okabe and Ito's, distinguishable with the common forms of colour blindness; black and
 yellow are left out because one of them vanishes on a dark or on a light page. INK is readable on both (4.5 :
@@ -20,9 +20,11 @@ GIB = 2.0**30
 # Work is filled in a colour, waiting is grey: the eye should find the gaps.
 SPAN_COLOURS = {
     "forward": BLUE,
-    "backward": VERMILLION,
+    "backward": "#004C77",
     "optimizer": PURPLE,
+    "forward+backward": BLUE,
     "capture": GREEN,
+    "reduce": VERMILLION,
     "compile": ORANGE,
     "warmup": ORANGE,
     "evaluate": SKY,
@@ -70,3 +72,9 @@ def number(value: float | None, digits: int = 2) -> str:
     if value is None:
         return "-"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.{digits}f}"
+
+
+def clip(text: str, limit: int) -> str:
+    """At most about `limit` characters, cut between words."""
+    text = str(text)
+    return text if len(text) <= limit else f"{text[:limit].rsplit(None, 1)[0]} ..."
