@@ -88,6 +88,7 @@ def write_step(run: Run, rng: random.Random, step: int, steps: int, devices: int
             wait_seconds=0.1 if "target" in name else 0.6,
             queue_depth=rng.randint(0, 2),
             tokens_per_second=rate * (1 + 0.05 * rng.gauss(0, 1)),
+            phases={"wait": 0.6 * step, "capture" if "target" in name else "forward+backward": 0.3 * step},
         )
     lanes = {"target[0]": ("capture", "wait"), "drafter[1]": ("wait", "forward", "backward")}
     for worker, names in lanes.items():

@@ -74,7 +74,7 @@ def test_a_report_is_one_small_file_without_a_network(finished):
     assert page.count('id="plotly-gz"') == 1
     packed = re.search(r'<script id="plotly-gz" type="text/plain">([^<]+)<', page).group(1)
     assert b"Plotly" in gzip.decompress(base64.b64decode(packed))[:2000] or len(packed) > 1_000_000
-    assert page.count('<figure class="plot">') == page.count("data:image/png;base64,") == 9
+    assert page.count('<figure class="plot">') == page.count("data:image/png;base64,") == 10
     for data in re.findall(r'<script type="application/json">(.*?)</script>', page, flags=re.S):
         assert json.loads(data)["data"]
 
@@ -95,7 +95,7 @@ def test_the_summary_comes_first_and_says_it_in_words(finished):
 def test_static_is_small_and_has_no_script(finished, tmp_path):
     out = build_report(finished, tmp_path / "deep" / "s.html", static=True)
     page = out.read_text()
-    assert "<script" not in page and page.count("data:image/png") == 9 and len(page) < 800_000
+    assert "<script" not in page and page.count("data:image/png") == 10 and len(page) < 800_000
 
 
 def test_examples_are_coloured_escaped_and_readable(finished):

@@ -80,6 +80,7 @@ class Ledger:
                 wait_seconds=wait,
                 tokens_per_second=tokens / busy if busy > 0 else None,
                 queue_depth=queue_depth,
+                phases={phase: round(seconds, 3) for phase, seconds in self.seconds.items()},
             )
         self._reported, self._last_report = (self.busy, self.waiting, self.tokens), now
 
