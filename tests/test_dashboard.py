@@ -25,6 +25,7 @@ from dflash.views.dashboard.log_view import log_bundle, log_lines
 from dflash.views.dashboard.panels import PANELS
 from dflash.views.dashboard.plotly_form import grid_figure
 from dflash.views.dashboard.series import MAX_BUCKETS, MAX_LOG_LINES, Rows, Series
+from dflash.views.dashboard.widgets import status_html
 from dflash.views.style import INK, SERIES, duration
 
 ROOT = str(Path(__file__).parent.parent)
@@ -384,3 +385,60 @@ def test_durations_read_well():
         "1 h 02 min",
         "unknown",
     ]
+
+
+def test_the_time_left_comes_from_the_newest_steps_and_what_is_due(tmp_path):
+    """Two minutes of loading and an hour's pause say nothing about the steps to come."""
+    run = Run.create(tmp_path, {"train": {"steps": 130, "eval_every": 50, "checkpoint_every": 0}}, "r")
+    run.metrics.write("eval", t=120.0, step=0, acceptance_length=1.0, seconds=10.0)
+    for step in range(1, 41):
+        pause = 3600.0 if step > 20 else 0.0
+        run.metrics.write("step", t=120.0 + pause + 2 * step, step=step, loss=1.0, step_seconds=2.0)
+    series = RunSeries(run.path)
+    series.follow()
+    assert series.seconds_left == pytest.approx(90 * 2.0 + 2 * 10.0)  # evaluations at 50 and 100
+    assert "about 3 min 20 s left" in one_line(series)
+    run.metrics.write("plan", steps=40)
+    series.follow()
+    assert series.seconds_left is None, "the plan's last step is done"
+
+
+def test_a_crowded_legend_stands_beside_its_plot(tmp_path):
+    path = write_run(tmp_path, steps=8, devices=8)
+    series = RunSeries(path)
+    series.follow()
+    panel = build_panels(series, ["memory"])[0]
+    layout = grid_figure([panel], 1).layout
+    assert len(panel.lines) == 8 and layout.legend.orientation == "v"
+    assert layout.legend.x >= layout.xaxis.domain[1] and layout.legend.y <= layout.yaxis.domain[1]
+    few = grid_figure(build_panels(series, ["loss"]), 1).layout
+    assert few.legend.orientation == "h" and few.legend.y >= few.yaxis.domain[1]
+
+
+def test_the_buttons_stay_where_they_are_while_numbers_arrive(tmp_path):
+    """The head has all its numbers from the start, so that nothing below it moves."""
+    run = Run.create(tmp_path, {"steps": 30}, "r")
+    series, rng = RunSeries(run.path), random.Random(0)
+
+    def skeleton(waiting=""):
+        return [re.sub(r"([^-])width:[\d.]+%", r"\1", tag) for tag in re.findall(r"<[^>]+>", status_html(series, waiting))]
+
+    first = skeleton()
+    for step in range(1, 31):
+        write_step(run, rng, step, 30, 1, 7, t=float(step))
+        series.follow()
+        assert skeleton() == skeleton("pause asked for") == first
+    assert sum("min-width:6em" in tag for tag in first) == 7
+
+
+def test_a_terminal_shows_loss_acceptance_speed_and_time_left(tmp_path, capsys):
+    from dflash.views.progress import TerminalProgress, postfix
+
+    run, rng = Run.create(tmp_path, {"steps": 60}, "r"), random.Random(0)
+    for step in range(1, 31):
+        write_step(run, rng, step, 60, 1, 7, t=float(step))
+    with TerminalProgress(run.path, every=0.05) as progress:
+        while not progress.series.records:
+            progress._stop.wait(0.05)
+    assert "r: running · step 30 of 60 · loss" in capsys.readouterr().err
+    assert re.fullmatch(r"loss \d\.\d{3}, acceptance 1\.32, [\d,]+ tokens/s, 30 s left", postfix(progress.series))

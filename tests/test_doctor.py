@@ -159,7 +159,7 @@ def test_the_command_is_registered():
 
 def test_the_table_has_one_line_for_each_probe():
     lines = table([result("fx_flag_race", False, "fault"), result("fx_flag_race", True, "clean")]).splitlines()
-    assert len(lines) == 2 and lines[1].split()[:3] == ["fx_flag_race", "fault", "clean"]
+    assert len(lines) == 3 and lines[2].split()[:3] == ["fx_flag_race", "fault", "clean"]
 
 
 @pytest.mark.parametrize(

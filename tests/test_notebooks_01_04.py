@@ -17,8 +17,8 @@ from dflash.diagnose.coldrun import ColdReport
 from dflash.diagnose.kernel import KernelCase, case_rule, kernel_cases, reference_error
 from dflash.diagnose.launches import launch_rows, probe_rows, timeline_bundle, timeline_text
 from dflash.diagnose.probes import PROBES, ProbeResult
-from dflash.diagnose.tables import text_table
 from dflash.errors import ConfigError, refuse_below
+from dflash.runs.tables import Table
 
 ROOT = Path(__file__).parents[1]
 NAMES = ("01_standalone_kernel", "02_drafter_forward", "03_warmup", "04_threaded_launch")
@@ -149,9 +149,9 @@ def test_notebooks_refuse_before_they_measure(tmp_path, name, parameters, messag
 
 def test_tables():
     rows = [{"a": 1.23456789, "b": None, "c": True}, {"a": 2, "b": "x", "c": False}]
-    lines = text_table(rows).splitlines()
+    lines = str(Table(rows)).splitlines()
     assert lines[0].split() == ["a", "b", "c"] and lines[2].split() == ["1.235", "-", "yes"]
-    assert lines[3].split() == ["2", "x", "no"] and text_table([]) == "(no rows)"
+    assert lines[3].split() == ["2", "x", "no"] and str(Table([])) == "(no rows)"
 
 
 def test_the_reference_notices_a_wrong_kernel():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import gzip
+import html
 import json
 import os
 import re
@@ -309,3 +310,68 @@ def test_the_style_sheet_is_whole():
     CSS = _css()
     assert CSS.count("{") == CSS.count("}") and all(line.count('"') % 2 == 0 for line in CSS.splitlines())
     assert re.search(r"body \{[^}]*font-family:system-ui", CSS)
+
+
+def test_an_interrupted_run_says_so_and_how_to_go_on(tmp_path):
+    """Ctrl-C leaves a notebook that looks killed; nobody is to look for a lack of memory."""
+    path = write_run(tmp_path, steps=30, end="interrupted", config={"steps": 100})
+    last = executed(("a = 1", 1, []), ("job.wait()", 2, []))
+    last.cells[0].metadata["execution"] = {"iopub.execute_input": "t", "shell.execute_reply": "t"}
+    last.cells[1].metadata["execution"] = {"iopub.execute_input": "t"}
+    nbformat.write(last, path / "report.ipynb")
+    assert verdict(last).status == "killed"
+    page = build_report(path, static=True).read_text()
+    assert 'class="badge interrupted">interrupted<' in page and "where-it-stopped" in sections(page)
+    assert "Interrupted after 30 of 100 steps" in page and "Last completed step: 30 of 100." in page
+    assert f"dflash train --config {path / 'config.yaml'} --resume" in page
+    assert "out-of-memory" not in page and "What failed" not in page
+
+
+def test_a_run_whose_process_holds_the_lock_is_running_however_silent(tmp_path):
+    from dflash.runs.lock import locked
+
+    run = Run.create(tmp_path, {}, "r")
+    run.metrics.write("step", t=time.time() - 3600, step=5, loss=1.0)
+    with locked(run.path):
+        assert status_of(load(run.path)) == "running"
+    assert status_of(load(run.path)) == "died"
+    run.metrics.write("step", step=6, loss=1.0)
+    assert status_of(load(run.path)) == "died", "the process has left, however fresh its last record"
+
+
+def test_repeating_a_run_names_a_folder_that_is_free(tmp_path):
+    notebook = executed(("a", 1, []))
+    record = {"input_path": "n.ipynb", "parameters": {"run_id": "night-2", "target": "5"}}
+    notebook.metadata["papermill"] = {**record, "output_path": str(tmp_path / "night-2" / "report.ipynb")}
+    (tmp_path / "night-3").mkdir()
+    line = repeat_commands(notebook, tmp_path / "night-2" / "report.ipynb")[0]
+    again = f"{tmp_path}/night-4/report.ipynb"
+    assert line == f"""dflash run n.ipynb {again} -p run_id night-4 -y 'target: "5"'"""
+    notebook.metadata["papermill"]["output_path"] = "out.ipynb"
+    assert repeat_commands(notebook)[0].startswith("dflash run n.ipynb out-2.ipynb -p run_id night-2")
+
+
+def test_only_the_report_s_own_script_may_run(tmp_path):
+    """A notebook that somebody else executed may hold HTML with scripts; the browser refuses them."""
+    evil = nbformat.v4.new_output(
+        "display_data", data={"text/html": "<script>alert(1)</script><img src=x onerror=alert(2)>"}
+    )
+    nbformat.write(executed(("show()", 1, [evil])), tmp_path / "n.ipynb")
+    page = build_report(tmp_path / "n.ipynb").read_text()
+    policy = html.unescape(re.search(r'Content-Security-Policy" content="([^"]+)"', page).group(1))
+    rules = dict(rule.strip().split(" ", 1) for rule in policy.split(";"))
+    nonce = re.fullmatch(r"'nonce-(\S{20,})'", rules["script-src"]).group(1)
+    assert rules["default-src"] == "'none'" and re.findall(r'<script nonce="([^"]+)"', page) == [nonce]
+    assert page.index("Content-Security-Policy") < page.index("alert(1)")
+    static = build_report(tmp_path / "n.ipynb", static=True).read_text()
+    assert "script-src &#39;none&#39;" in static
+    assert nonce not in build_report(tmp_path / "n.ipynb").read_text(), "a nonce that an output could know"
+
+
+def test_the_run_s_plots_stand_in_the_page_once(tmp_path):
+    path = write_run(tmp_path, steps=20)
+    drawn = nbformat.v4.new_output("display_data", {"image/png": "iVBORw0KGgo=", "text/plain": "synthetic: completed"})
+    drawn.metadata["dflash"] = {"run": str(path)}
+    nbformat.write(executed(("dashboard.start()", 1, [drawn])), path / "report.ipynb")
+    page = build_report(path, static=True).read_text()
+    assert 'iVBORw0KGgo="' not in page and "The plots are above, under Curves." in page and "synthetic: completed" in page

@@ -14,6 +14,7 @@ from dflash.bench.workload import StepShape, document_lengths
 from dflash.devices import device_named, dtype_named
 from dflash.drafter.attention import BACKENDS, AttentionMask, attention
 from dflash.drafter.masks import document_ids, sample_anchors
+from dflash.runs.tables import Table
 
 MAX_DENSE_BYTES = 32 << 30
 SMALLER = "--tokens 2048 --anchors 64 --block 8"
@@ -96,11 +97,11 @@ def run(args: argparse.Namespace) -> int:
     backends, settings = args.backends.split(","), (shape, device, dtype, args.warmup, args.repeats)
     refuse_hours(lambda: sum(least_seconds(b, *settings) for b in backends), device, SMALLER)
     results = [measure_backend(b, *settings) for b in backends]
-    print(f"{'backend':14} {'mask ms':>8} {'forward ms':>11} {'+backward ms':>13} {'TFLOP/s':>8}")
+    rows = []
     for r in results:
-        mask, forward, both = (r[key]["seconds_median"] * 1e3 for key in ("mask", "forward", "both"))
-        rate = r["both"]["flops_per_second"] / 1e12
-        print(f"{r['backend']:14} {mask:>8.2f} {forward:>11.2f} {both:>13.2f} {rate:>8.3g}")
+        times = (r[key]["seconds_median"] * 1e3 for key in ("mask", "forward", "both"))
+        rows.append((r["backend"], *times, r["both"]["flops_per_second"] / 1e12))
+    print(Table(rows, ("backend", "mask ms", "forward ms", "+backward ms", "TFLOP/s")))
     write_json(
         args.json,
         {

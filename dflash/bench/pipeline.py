@@ -31,6 +31,7 @@ from dflash.devices import one_host_thread
 from dflash.distributed.accounting import Rates, advice
 from dflash.distributed.threads import PipelineEngine
 from dflash.runs.sampler import resident_bytes
+from dflash.runs.tables import Table
 from dflash.target.features import OnlineFeatures
 from dflash.train.settings import RuntimeOptions
 from dflash.train.step import Replica
@@ -215,27 +216,23 @@ def cpu_workers(topology: Topology) -> int:
 
 def table(result: dict) -> str:
     """The stages and the pipeline, a line each."""
-    lines = [f"{'stage':10} {'tokens/s':>9} {'s a pack':>9} {'MFU':>5} {'peak GiB':>8}"]
-    for name in ("target", "drafter"):
+    rows, p = [], result["pipeline"]
+    for name in ("target", "drafter", "pipeline"):
         r = result[name]
-        peak = "-" if r["peak_bytes"] is None else f"{r['peak_bytes'] / 2**30:.1f}"
-        lines.append(f"{name:10} {r['tokens_per_second']:>9,.0f} {r['seconds']:>9.3f} {r['mfu']:>5.2f} {peak:>8}")
-    p = result["pipeline"]
-    lines.append(
-        f"{'pipeline':10} {p['tokens_per_second']:>9,.0f} {p['seconds']:>9.3f}  "
-        f"{result['of_slower_side']:.1%} of its slower side ({result['bound_by']})"
-    )
+        peak = None if r.get("peak_bytes") is None else r["peak_bytes"] / 2**30
+        rows.append((name, f"{r['tokens_per_second']:,.0f}", f"{r['seconds']:.3f}", r.get("mfu"), peak))
+    lines = [str(Table(rows, ("stage", "tokens/s", "s a pack", "MFU", "peak GiB")))]
+    lines.append(f"the pipeline reaches {result['of_slower_side']:.1%} of its slower side ({result['bound_by']})")
     if result["cpu_workers"] > 1:
         lines.append(
             f"{result['cpu_workers']} CPU workers share the cores of one machine, so the percentage of the slower "
             "side says nothing about devices"
         )
-    for name, w in p["workers"].items():
-        lines.append(f"  {name:12} busy {w['busy']:8.2f} s, waiting {w['wait']:8.2f} s")
-    for device, m in p["memory"].items():
-        shown = ", ".join(f"{k} {v / 2**30:.2f}" for k, v in m.items() if v is not None)
-        lines.append(f"  {device:12} GiB: {shown}")
-    return "\n".join(lines)
+    lines.append(
+        str(Table([(name, w["busy"], w["wait"]) for name, w in p["workers"].items()], ("worker", "busy s", "wait s")))
+    )
+    gib = [{"device": d, **{f"{k} GiB": v and v / 2**30 for k, v in m.items()}} for d, m in p["memory"].items()]
+    return "\n".join([*lines, *([str(Table(gib))] if gib else [])])
 
 
 def run(args: argparse.Namespace) -> int:

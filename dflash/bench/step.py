@@ -16,6 +16,7 @@ from dflash.drafter import fast_path, kernels
 from dflash.drafter.fp8_head import PRECISIONS, refuse
 from dflash.drafter.model import DFlashDrafter
 from dflash.errors import ConfigError
+from dflash.runs.tables import Table
 from dflash.train.optimizer import MasterAdamW
 
 GAMMA = 10.0
@@ -136,18 +137,22 @@ def run(args: argparse.Namespace) -> int:
 
 def print_table(results: list[dict], ceiling: float) -> None:
     print(f"matmul ceiling {ceiling / 1e12:.3g} TFLOP/s")
-    print(
-        f"{'version':24} {'shape':>10} {'labels':>6} {'ms':>9} {'tokens/s':>9} {'peak GB':>8} {'TFLOP/s':>8} "
-        f"{'MFU':>5} {'loss':>8} {'x peer':>6}"
-    )
-    for r in results:
-        peak = "-" if r["peak_bytes"] is None else f"{r['peak_bytes'] / 1e9:.1f}"
-        ratio = f"{r['ratio_to_peer']:.2f}" if "ratio_to_peer" in r else ""
-        print(
-            f"{r['name']:24} {r['anchors']:>5}x{r['block']:<4} {r['labels']:>6} {r['seconds_median'] * 1e3:>9.1f} "
-            f"{r['tokens_per_second']:>9.0f} {peak:>8} {r['matmul_flops_per_second'] / 1e12:>8.3g} {r['mfu']:>5.2f} "
-            f"{r['loss']:>8.4f} {ratio:>6}"
-        )
+    rows = [
+        {
+            "version": r["name"],
+            "shape": f"{r['anchors']}x{r['block']}",
+            "labels": r["labels"],
+            "ms": r["seconds_median"] * 1e3,
+            "tokens/s": round(r["tokens_per_second"]),
+            "peak GB": None if r["peak_bytes"] is None else r["peak_bytes"] / 1e9,
+            "TFLOP/s": r["matmul_flops_per_second"] / 1e12,
+            "MFU": r["mfu"],
+            "loss": f"{r['loss']:.4f}",
+            "x peer": r.get("ratio_to_peer"),
+        }
+        for r in results
+    ]
+    print(Table(rows))
 
 
 def add_shape_arguments(parser: argparse.ArgumentParser) -> None:

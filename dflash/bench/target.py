@@ -30,6 +30,7 @@ from dflash.bench.timing import (
 from dflash.bench.workload import document_lengths
 from dflash.devices import device_named, dtype_named
 from dflash.errors import ConfigError
+from dflash.runs.tables import Table
 from dflash.target import fast_capture as fast_target
 from dflash.target.capture import Target, load_target
 
@@ -301,13 +302,19 @@ def run(args: argparse.Namespace) -> int:
         f"{shape.layers} of {shape.depth} layers, scaled; flash-linear-attention {'in use' if kernels else 'not in use'}; "
         f"ceiling {ceiling / 1e12:.3g} TFLOP/s"
     )
-    print(f"{'path':8} {'tokens/s':>9} {'ms':>8} {'host ms':>8} {'TFLOP/s':>8} {'MFU':>5} {'peak GB':>8}")
-    for r in results:
-        peak = "-" if r["peak_bytes"] is None else f"{r['peak_bytes'] / 1e9:.1f}"
-        print(
-            f"{r['name']:8} {r['tokens_per_second']:>9.0f} {r['seconds_median'] * 1e3:>8.1f} "
-            f"{r['host_seconds'] * 1e3:>8.1f} {r['matmul_flops_per_second'] / 1e12:>8.3g} {r['mfu']:>5.2f} {peak:>8}"
-        )
+    rows = [
+        {
+            "path": r["name"],
+            "tokens/s": round(r["tokens_per_second"]),
+            "ms": r["seconds_median"] * 1e3,
+            "host ms": r["host_seconds"] * 1e3,
+            "TFLOP/s": r["matmul_flops_per_second"] / 1e12,
+            "MFU": r["mfu"],
+            "peak GB": None if r["peak_bytes"] is None else r["peak_bytes"] / 1e9,
+        }
+        for r in results
+    ]
+    print(Table(rows))
     write_json(
         args.json,
         {

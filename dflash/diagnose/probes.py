@@ -21,6 +21,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from dflash.diagnose.isolated import report, run_isolated
+from dflash.runs.tables import Table
+from dflash.views.style import clip
 
 PROBES = (
     "fx_flag_race",
@@ -97,13 +99,13 @@ def jobs_here() -> int:
 
 def table(results: list[ProbeResult]) -> str:
     """The verdicts as text, one probe a line."""
-    lines = [f"{'probe':<30} {'protection off':<16} {'protection on':<16} detail (off)"]
+    rows = []
     for name in dict.fromkeys(result.name for result in results):
         by_mode = {result.protected: result for result in results if result.name == name}
         off, on = by_mode.get(False), by_mode.get(True)
-        detail = (off or on).detail.splitlines()[0][:110]
-        lines.append(f"{name:<30} {off.verdict if off else '-':<16} {on.verdict if on else '-':<16} {detail}")
-    return "\n".join(lines)
+        verdicts = [result.verdict if result else None for result in (off, on)]
+        rows.append((name, *verdicts, clip((off or on).detail.splitlines()[0], 110)))
+    return str(Table(rows, ("probe", "protection off", "protection on", "detail (off)")))
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,33 +1,12 @@
-"""Plain text tables and device facts for the isolation notebooks."""
+"""The devices and versions in a line, for the isolation notebooks; their tables are `dflash.runs.tables`."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from dflash.runs.environment import interpreter
-
-
-def text_table(rows: Sequence[dict[str, Any]]) -> str:
-    """Rows of equal keys as an aligned table; floats with four significant digits, None as '-'."""
-    if not rows:
-        return "(no rows)"
-    heads = list(rows[0])
-    cells = [heads, *([_cell(row[head]) for head in heads] for row in rows)]
-    widths = [max(len(line[i]) for line in cells) for i in range(len(heads))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells]
-    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
-
-
-def _cell(value: Any) -> str:
-    if value is None:
-        return "-"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def environment_line() -> str:

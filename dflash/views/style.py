@@ -29,6 +29,7 @@ SPAN_COLOURS = {
     "warmup": ORANGE,
     "evaluate": SKY,
     "wait": "#C4C4C4",
+    "idle": "#A08F7A",
 }
 
 

@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ import yaml
 
 from dflash.errors import ConfigError, RunError
 from dflash.runs.record import MetricsWriter, holds_run, metrics_path, read_metrics
+from dflash.views.progress import TerminalProgress
 from dflash.views.report import build_report
 from dflash.views.report.notebook_part import Verdict, run_folder, verdict
 from dflash.workbook.parameters import accepted_parameters, check_parameters, declared_parameters, read_notebook
@@ -88,7 +89,7 @@ def run_notebook(
     out.parent.mkdir(parents=True, exist_ok=True)
     start, code, reason = time.monotonic(), OK, ""
     try:
-        with _terminate_as_interrupt():
+        with _terminate_as_interrupt(), TerminalProgress(out.parent) if progress else nullcontext():
             papermill.execute_notebook(
                 str(notebook),
                 str(out),

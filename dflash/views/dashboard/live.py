@@ -25,6 +25,7 @@ from dflash.views.dashboard.panels import build_panels
 from dflash.views.dashboard.series import RunSeries
 
 BUDGET = 0.02  # share of one core that updates may use
+LINE_EVERY = 10.0  # seconds between two lines of text; longer in a long run, whose notebook stays small
 LIVE = ("auto", "on", "off")
 
 
@@ -177,9 +178,13 @@ class StaticView:
         text = {"text/plain": one_line(series)}
         self._plots = display(text, raw=True, display_id=True, metadata=self._meta)
         self._log = display({"text/plain": ""}, raw=True, display_id=True)
+        self._next_line = time.monotonic() + LINE_EVERY
 
     def update(self, series: RunSeries) -> None:
         self._draw(series, drop_empty=False)
+        if series.records and time.monotonic() >= self._next_line:
+            print(one_line(series), flush=True)  # papermill's log shows what is printed, not what is drawn
+            self._next_line = time.monotonic() + max(LINE_EVERY, series.seconds / 40)
 
     def close(self, series: RunSeries) -> None:
         self._draw(series, drop_empty=True)

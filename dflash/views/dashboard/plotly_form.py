@@ -39,7 +39,8 @@ def shape_of(panel: Panel) -> tuple:
 def grid_figure(panels: Sequence[Panel], columns: int = 2, titles: bool = True) -> go.Figure:
     """All panels in one figure of `columns` columns, as wide as the page; each has a legend of its own."""
     rows = -(-len(panels) // columns)
-    total = PANEL_HEIGHT * rows
+    head = 50 if titles else 26  # pixels above a plot: its title and a legend of one line
+    total = (PANEL_HEIGHT - 50 + head) * rows
     layout: dict[str, Any] = {
         "template": {},
         "height": total,
@@ -61,7 +62,7 @@ def grid_figure(panels: Sequence[Panel], columns: int = 2, titles: bool = True) 
     }
     data = []
     for index, panel in enumerate(panels):
-        box = _box(index, rows, columns, total, panel)
+        box = _box(index, columns, (rows, total, head), panel)
         suffix = "" if index == 0 else str(index + 1)
         _add_axes(layout, panel, suffix, box)
         _add_words(layout, panel, suffix, box, total, titles)
@@ -76,15 +77,17 @@ def grid_figure(panels: Sequence[Panel], columns: int = 2, titles: bool = True) 
     return go.Figure(data=data, layout=layout, skip_invalid=False)
 
 
-def _box(index: int, rows: int, columns: int, total: int, panel: Panel) -> dict[str, tuple[float, float]]:
-    """Plot area of the index-th panel in paper coordinates, with room for title, legend and axis titles."""
+def _box(index: int, columns: int, height: tuple[int, int, int], panel: Panel) -> dict[str, tuple[float, float]]:
+    """Plot area of the index-th panel in paper coordinates, with room for title, legend and axis titles. `height`: rows,
+    pixels in all, pixels above each plot."""
+    rows, total, head = height
     row, column = divmod(index, columns)
     width, tall = 1 / columns, 1 / rows
     left, right = (0.068, 0.048) if columns > 1 else (0.15 if panel.lanes else 0.11, 0.05)
     if panel.legend_column:
         right = 0.15 if columns > 1 else 0.26
     top = 1 - row * tall
-    return {"x": (column * width + left, (column + 1) * width - right), "y": (top - tall + 52 / total, top - 50 / total)}
+    return {"x": (column * width + left, (column + 1) * width - right), "y": (top - tall + 52 / total, top - head / total)}
 
 
 def _add_axes(layout: dict, panel: Panel, suffix: str, box: dict) -> None:
