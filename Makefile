@@ -1,5 +1,5 @@
 # make train   set up, train the default drafter, write runs/<id>/report.html
-# make test    set up, run the test suite
+# make test    set up, run the tests: six minutes on two cores
 # make lab     set up, open JupyterLab on the index
 SHELL := /bin/bash
 PYTHON ?= python3
@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 ID ?= $(shell date +%Y%m%d-%H%M%S)
 PARAMETERS ?=
 
-.PHONY: help env train train-gpu test test-browser test-gpu soak story lint lab clean
+.PHONY: help env train train-gpu test test-all test-browser test-gpu playwright soak story lint lab clean
 
 help:
 	@sed -n 's/^# make /make /p' Makefile
@@ -33,13 +33,21 @@ train-gpu:
 	    -p drafter_layers 4 -p num_captured 5 -p block_size 8 -p max_anchors 512 -p pack_length 4096 -r gamma 4.0 \
 	    -p steps 4000 -p lr 1e-3 -r max_minutes 5 -p eval_every 250 -p checkpoint_every 500 $(PARAMETERS)"
 
+WORKERS ?= 2
+PYTEST = $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile
 test: env
-	$(BIN)/python -m pytest -q -m "not heavy"
+	$(PYTEST) -m "not slow and not browser and not soak"
+
+# make test-all   after those, the slow ones, the browser's and the soak
+test-all: test playwright
+	$(PYTEST) -m "slow or browser or soak"
 
 # make test-browser   the tests that drive JupyterLab in Chromium
-test-browser: env
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check playwright
+test-browser: env playwright
 	$(BIN)/python -m pytest -q -m browser
+
+playwright: env
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check playwright
 
 # make test-gpu   the tests that need one or two CUDA devices
 test-gpu: env
@@ -47,12 +55,12 @@ test-gpu: env
 
 # make soak   2,000 steps on the CPU with a fault every 100, compared with an unbroken run (2.5 minutes on two cores)
 soak: env
-	$(BIN)/python tools/soak.py $(SOAK)
+	$(BIN)/python -m pytest -q -s -m soak
 
 # make story   the training notebook with a 27B-shaped random target at full size: GPUS draft, the others run the target
 GPUS ?= 5,6,7
 story: env
-	$(BIN)/python tools/gpu_story.py --gpus $(GPUS) $(STORY)
+	$(BIN)/python tools/story.py --gpus $(GPUS) $(STORY)
 
 # make lint   ruff, its formatter, and the order of the rooms
 lint: env

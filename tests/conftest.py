@@ -3,11 +3,25 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Iterator
 
-import pytest
-import torch
-from tiny_models import tiny_target as build_tiny_target
+os.environ.setdefault(
+    "OMP_NUM_THREADS", "1"
+)  # before torch is imported: pytest's workers and their children share the cores
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+from tiny_models import tiny_target as build_tiny_target  # noqa: E402
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """`gpu(n)` needs n CUDA devices; `gpu(interpreter=True)` takes Triton's interpreter in their place."""
+    for mark in item.iter_markers("gpu"):
+        count = mark.args[0] if mark.args else 1
+        interpreted = mark.kwargs.get("interpreter") and os.environ.get("TRITON_INTERPRET") == "1"
+        if torch.cuda.device_count() < count and not interpreted:
+            pytest.skip(f"needs {count} CUDA device{'s' * (count > 1)}")
 
 
 @pytest.fixture(scope="session")

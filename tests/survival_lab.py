@@ -11,7 +11,6 @@ import sys
 import time
 from pathlib import Path
 
-import torch
 from runner_jobs import first_replica, options, planner
 from tiny_models import random_drafter, tiny_target
 
@@ -46,7 +45,6 @@ def processes_of(config: Path) -> list[int]:
 
 def train_here(root: Path, run_id: str, before_save=lambda step: None) -> None:
     """Train `root`/`run_id` to the end with a checkpoint a step, from its newest one where there is any."""
-    torch.set_num_threads(1)
     settings = options(steps=STEPS, packs_per_step=1, checkpoint_every=1)
     target, replica = first_replica(settings)
     fresh = not (root / run_id).exists()

@@ -17,7 +17,7 @@ from dflash.diagnose.probes import run_probe
 from dflash.drafter import flex
 from dflash.drafter.masks import dense_mask, document_ids, sample_anchors, visibility
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +48,7 @@ def test_cold_threads_on_one_gpu():
     assert report.faults == 0, report.details
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.gpu(2)
 def test_cold_threads_on_two_gpus():
     report = run_cold(2, protect=True, devices=["cuda:0", "cuda:1"], limit=240)
     assert report.faults == 0, report.details

@@ -201,7 +201,6 @@ def test_no_call_where_there_is_none():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize(("heads", "kv_heads", "d"), [(9, 3, 64), (32, 8, 128), (24, 4, 256)])
 def test_on_a_gpu_one_call_gives_what_one_document_after_another_does(heads, kv_heads, d):
     device, sizes = torch.device("cuda"), [300, 1, 17, 900, 64]
@@ -216,7 +215,6 @@ def test_on_a_gpu_one_call_gives_what_one_document_after_another_does(heads, kv_
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("fast", [True, False])
 def test_on_a_gpu_documents_of_new_lengths_cost_no_plans(fast):
     """cuDNN's attention would build one for every length (tens of milliseconds)."""
@@ -232,7 +230,6 @@ def test_on_a_gpu_documents_of_new_lengths_cost_no_plans(fast):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu_a_copy_from_the_host_does_not_wait_for_the_device():
     device, host = torch.device("cuda"), torch.arange(100_000)
     assert torch.equal(to_device(host, device).cpu(), host)
@@ -318,7 +315,6 @@ def test_loading_tries_a_dense_target_on_a_gpu_only(monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", ["smollm2", "random:tiny"])
 def test_on_a_gpu_a_loaded_dense_target_captures_fast(name):
     pytest.importorskip("triton")

@@ -418,7 +418,6 @@ def test_unknown_precisions_and_heads_are_refused_by_the_drafter():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("rows", [1, 17, 300])
 def test_the_product_on_a_gpu(rows):
     """Against the CPU's: bfloat16 rounds logits to 2^-9, fast accumulation loses up to 1% of the running sum."""

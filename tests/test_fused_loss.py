@@ -128,7 +128,6 @@ def test_peak_at_full_size_is_below_the_bound():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("soft", [True, False])
 def test_memory_on_the_device_stays_within_the_bound(soft):
     rows, hidden, vocab, chunk = 8192, 512, 100_000, 1024

@@ -8,7 +8,6 @@ The variable has to be set before Triton is imported (and, with Triton 3.6, nump
 from __future__ import annotations
 
 import importlib.util
-import os
 
 import pytest
 import torch
@@ -19,11 +18,10 @@ from dflash.drafter.attention import AttentionMask, attention
 from dflash.drafter.masks import AnchorSet, document_ids, sample_anchors
 from dflash.target.capture import Target
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None
-    or not (torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1"),
-    reason="needs Triton, and a GPU or TRITON_INTERPRET=1",
-)
+pytestmark = [
+    pytest.mark.gpu(interpreter=True),
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton"),
+]
 TINY = StepShape(
     tokens=48,
     anchors=10,

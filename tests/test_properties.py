@@ -25,11 +25,6 @@ quick = settings(max_examples=120, deadline=None, suppress_health_check=list(Hea
 LENGTH = 32
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    torch.set_num_threads(1)
-
-
 @pytest.fixture(scope="module")
 def target():
     return tiny_target()

@@ -277,7 +277,6 @@ def test_a_fast_capture_that_differs_is_not_used_and_says_so(monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu_the_bits_are_the_cpus_and_capture_is_fast():
     name, cuda = "random:tiny-hybrid@4", torch.device("cuda", 0)
     there, here = build_random(name, cuda, torch.bfloat16), build_random(name, CPU, torch.bfloat16)

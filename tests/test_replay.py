@@ -19,14 +19,8 @@ from dflash.train.replay import replay, replay_step
 from dflash.train.step import SerialEngine
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    torch.set_num_threads(1)
-
-
 @pytest.fixture(scope="module")
 def trained(material, tmp_path_factory):  # noqa: F811
-    torch.set_num_threads(1)
     config = write_config(
         material,
         tmp_path_factory.mktemp("replay") / "runs/r",

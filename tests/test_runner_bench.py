@@ -110,7 +110,7 @@ def test_rates_that_a_pipeline_outruns_give_no_advice(capsys, monkeypatch):
     assert "no advice: the pipeline was" in shown and "best of 8" not in shown
 
 
-def test_the_bench_measures_checks_and_advises(tmp_path, capsys, monkeypatch):
+def test_the_bench_measures_and_advises(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(pipeline, "_TOO_FAST", float("inf"))  # other tests may use this machine
     out = tmp_path / "pipeline.json"
     assert (
@@ -128,9 +128,6 @@ def test_the_bench_measures_checks_and_advises(tmp_path, capsys, monkeypatch):
                 "4",
                 "--steps",
                 "10",
-                "--check",
-                "--check-steps",
-                "30",
                 "--advise",
                 "8",
                 "--json",
@@ -144,8 +141,6 @@ def test_the_bench_measures_checks_and_advises(tmp_path, capsys, monkeypatch):
     together, tokens = result["pipeline"], 2 * result["shape"]["tokens"]  # two drafters, a pack each
     assert together["tokens_per_second"] * together["step_seconds"] == pytest.approx(tokens)
     assert len(together["losses"]) == 10 and together["seconds"] == pytest.approx(together["step_seconds"] / 2)
-    assert result["checks"]["stamped packs, depth 8"]["mismatched_elements"] == 0
-    assert result["checks"]["losses of the serial reference"]["worst_relative_difference"] < 1e-5
     shown = capsys.readouterr().out
     assert re.search(rf"^pipeline +[\d,]+ +{together['seconds']:.3f} ", shown, re.M)  # of a pack, as the rows above
     assert "4 CPU workers share the cores of one machine" in shown

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from pipeline_lab import run_torchrun, serial_run
 
 from dflash.bench.pipeline_case import TINY, Case
-from dflash.bench.pipeline_checks import run_torchrun, serial_run
 from dflash.distributed.cluster import Roles, roles_of, workers
 from dflash.distributed.processes import LocalInbox, Schedule, steps_ahead
 from dflash.errors import ConfigError
@@ -26,45 +26,44 @@ def job(**changes) -> Case:
 
 @pytest.fixture(scope="module")
 def reference():
-    torch.set_num_threads(1)
     return serial_run(job(), topology("cpu", "cpu"), 20)
 
 
 @pytest.mark.parametrize(("drafters", "targets"), [("cpu:2", "cpu:2"), ("cpu:2", None)])
 def test_losses_and_weights_are_those_of_the_serial_reference(reference, drafters, targets):
     ran = run_torchrun(job(), topology(drafters, targets), 20)
-    assert ran["code"] == 0, ran["output"]
-    assert ran["result"]["losses"] == pytest.approx(reference[0], abs=1e-6)
-    assert float((ran["result"]["weights"] - reference[1]).abs().max()) < 1e-6
+    assert ran.code == 0, ran.output
+    assert ran.result["losses"] == pytest.approx(reference[0], abs=1e-6)
+    assert float((ran.result["weights"] - reference[1]).abs().max()) < 1e-6
     assert reference[0][-1] < reference[0][0]
 
 
 def test_shards_of_one_drafter_give_the_serial_numbers(reference):
     """4 packs over 3 drafters: two of them join the second pass with nothing."""
     ran = run_torchrun(job(), topology("cpu:3", None), 20, sharded=True)
-    assert ran["code"] == 0, ran["output"]
-    assert ran["result"]["losses"] == pytest.approx(reference[0], abs=1e-6)
-    assert float((ran["result"]["weights"] - reference[1]).abs().max()) < 1e-6
-    assert ran["result"]["held"] < 0.36 * reference[1].numel()
+    assert ran.code == 0, ran.output
+    assert ran.result["losses"] == pytest.approx(reference[0], abs=1e-6)
+    assert float((ran.result["weights"] - reference[1]).abs().max()) < 1e-6
+    assert ran.result["held"] < 0.36 * reference[1].numel()
 
 
 @pytest.mark.slow
 def test_five_targets_and_three_drafters(reference):
     ran = run_torchrun(job(), topology("cpu:3", "cpu:5"), 20, 2)
-    assert ran["code"] == 0, ran["output"]
-    assert ran["result"]["losses"] == pytest.approx(reference[0], abs=1e-6)
+    assert ran.code == 0, ran.output
+    assert ran.result["losses"] == pytest.approx(reference[0], abs=1e-6)
 
 
 def test_a_run_that_ends_early_leaves_nobody_waiting(reference):
     ran = run_torchrun(job(), topology("cpu:2", "cpu:1"), 20, 4, stop_after=3)
-    assert ran["code"] == 0, ran["output"]
-    assert ran["result"]["losses"] == pytest.approx(reference[0][:3], abs=1e-6)
+    assert ran.code == 0, ran.output
+    assert ran.result["losses"] == pytest.approx(reference[0][:3], abs=1e-6)
 
 
 def test_a_rank_that_raises_ends_all_of_them():
     ran = run_torchrun(job(), topology("cpu:2", "cpu:1"), 20, fail={"rank": 2, "item": 5})
-    assert ran["code"] != 0 and ran["result"] is None
-    assert "OSError: a made-up failure of a rank" in ran["output"] and "in failing" in ran["output"]
+    assert ran.code != 0 and ran.result is None
+    assert "OSError: a made-up failure of a rank" in ran.output and "in failing" in ran.output
 
 
 def test_a_rank_with_a_target_of_its_own_captures_one_item_ahead_and_none_twice():

@@ -23,14 +23,8 @@ from dflash.target.features import OnlineFeatures
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    torch.set_num_threads(1)
-
-
 @pytest.fixture(scope="module")
 def reference():
-    torch.set_num_threads(1)
     return serial(options())
 
 

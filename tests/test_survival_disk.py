@@ -27,11 +27,6 @@ from dflash.train.checkpoint import checkpoints, latest_checkpoint, load_trainer
 HERE = Path(__file__).parent
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    torch.set_num_threads(1)
-
-
 # -- full disks ---------------------------------------------------------------------------------------------------------
 
 

@@ -20,10 +20,10 @@ from dflash.train.step import Replica
 from dflash.train.topology import available_gpus
 
 GPUS = available_gpus()
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 1, reason="needs a CUDA device")]
+pytestmark = pytest.mark.gpu
 SHARED = dict(gpus="0", target_gpus="0")
 APART = dict(gpus="1", target_gpus="0")
-LAYOUTS = [SHARED, pytest.param(APART, marks=pytest.mark.skipif(GPUS < 2, reason="needs two CUDA devices"))]
+LAYOUTS = [SHARED, pytest.param(APART, marks=pytest.mark.gpu(2))]
 NAMES = ["shared", "apart"]
 BFLOAT16 = dict(dtype="bfloat16", target_dtype="bfloat16")
 

@@ -43,7 +43,7 @@ def test_a_killed_kernel_leaves_no_orphan_and_a_run_that_resumes(material, tmp_p
     run, pid_file = config.parent, tmp_path / "pid"
     parameters = f"run_path: str = {str(run)!r}\npid_file: str = {str(pid_file)!r}"
     notebook = write_notebook(tmp_path / "n.ipynb", parameters, CELLS)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     child = subprocess.Popen(
         [sys.executable, "-m", "dflash", "run", str(notebook), str(run / "report.ipynb"), "--static"],
         env=environment,

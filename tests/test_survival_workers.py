@@ -27,11 +27,6 @@ from dflash.train.step import Replica
 HERE = Path(__file__).parent
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    torch.set_num_threads(1)
-
-
 # -- workers that die, hang or run out of memory ---------------------------------------------------------------------
 
 

@@ -27,7 +27,7 @@ from dflash.runs.record import read_metrics
 from dflash.train.checkpoint import latest_checkpoint
 from dflash.train.settings import RunConfig
 
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).resolve().parents[1])}
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[1])}
 
 
 @pytest.fixture(scope="module")

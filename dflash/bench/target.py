@@ -177,60 +177,6 @@ def _host_seconds(call: Callable[[], object], device: torch.device, timing: Timi
     return statistics.median(seconds)
 
 
-def variants(device: torch.device, dtype: torch.dtype, tiny: bool = False) -> list[tuple[str, Callable[[], dict]]]:
-    """What the GPU experiment times: plain, then fast with its difference to plain."""
-    shape = (
-        TargetShape(
-            tokens=96,
-            document=30,
-            layers=4,
-            depth=8,
-            captured=2,
-            hidden=64,
-            intermediate=96,
-            heads=4,
-            kv_heads=2,
-            head_dim=64,
-            linear_key_heads=2,
-            linear_value_heads=4,
-            linear_head_dim=16,
-            vocab=300,
-        )
-        if tiny
-        else TargetShape()
-    )
-    made: dict = {}
-
-    def target() -> Target:
-        if not made:
-            made.update(target=make_target(shape, device, dtype), ceiling=matmul_ceiling(device, dtype))
-        return made["target"]
-
-    def plain() -> dict:
-        result = report("plain", target(), shape, made["ceiling"] if made else 0.0, 2, 5)
-        return {k: v for k, v in result.items() if k != "name"}
-
-    def fast() -> dict:
-        difference = fast_target.FastCapture(target()).difference()
-        fast_target.attach(made["target"], required=True)
-        result = report("fast", made["target"], shape, made["ceiling"], 2, 5)
-        return {k: v for k, v in result.items() if k != "name"} | {"difference": difference}
-
-    def check_ready() -> dict:
-        target()
-        return {"ceiling_tflops": made["ceiling"] / 1e12}
-
-    return [("build", check_ready), ("fast capture", fast), ("plain capture", lambda: _without_fast(target(), plain))]
-
-
-def _without_fast(target: Target, call: Callable[[], dict]) -> dict:
-    kept, target.fast = target.fast, None
-    try:
-        return call()
-    finally:
-        target.fast = kept
-
-
 def _measured(target: Target, shape: TargetShape, ceiling: float, args: argparse.Namespace, flops: float) -> list[dict]:
     """Plain, fast, and fast with the documents' attention one after another."""
     settings = (shape, ceiling, args.warmup, args.repeats, flops)

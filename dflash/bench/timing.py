@@ -45,30 +45,32 @@ def free_memory(device: torch.device) -> None:
 
 
 def measure(call: Callable[[], object], device: torch.device, warmup: int = 2, repeats: int = 5) -> Timing:
-    """Time `call`. On CUDA the calls are queued without a sync in between, as in training, and timed by events, so a
-    host that cannot keep up shows."""
+    """Time `call`: on CUDA by `triton.testing.do_bench`, about `repeats` times after some calls of its own.
+
+    The calls are queued without a sync in between, as in training, and timed by events, so a host that cannot keep up
+    shows. Memory is that of one call before those, since do_bench holds a buffer of its own.
+    """
     for _ in range(warmup):
         call()
-    synchronize(device)
     if device.type != "cuda":
-        seconds = []
-        for _ in range(repeats):
-            begin = time.perf_counter()
-            call()
-            seconds.append(time.perf_counter() - begin)
+        seconds = [_host_seconds(call) for _ in range(repeats)]
         return Timing(statistics.median(seconds), min(seconds), max(seconds), repeats, None, None)
-    torch.cuda.reset_peak_memory_stats(device)
-    base = torch.cuda.memory_allocated(device)
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
-    events[0].record()
-    for event in events[1:]:
-        call()
-        event.record()
-    synchronize(device)
-    seconds = [a.elapsed_time(b) / 1e3 for a, b in zip(events, events[1:], strict=False)]
-    return Timing(
-        statistics.median(seconds), min(seconds), max(seconds), repeats, base, torch.cuda.max_memory_allocated(device)
-    )
+    from triton.testing import do_bench
+
+    with torch.cuda.device(device):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        base = torch.cuda.memory_allocated()
+        once = _host_seconds(lambda: (call(), torch.cuda.synchronize()))
+        peak = torch.cuda.max_memory_allocated()
+        seconds = [ms / 1e3 for ms in do_bench(call, warmup=0, rep=repeats * once * 1e3, return_mode="all")]
+    return Timing(statistics.median(seconds), min(seconds), max(seconds), len(seconds), base, peak)
+
+
+def _host_seconds(call: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    call()
+    return time.perf_counter() - begin
 
 
 class StepClock:

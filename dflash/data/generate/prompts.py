@@ -1,7 +1,6 @@
 """Our own user prompts: templates x topics, always the same list in the same order.
 
-They are the questions that a target answers to make training text (`python -m dflash regenerate`,
-`tools/generate_conversations.py`). Prompts that a data file already holds can be left out with `exclude`.
+They are the questions that a target answers to make training text (`python -m dflash regenerate`). Prompts that a data file already holds can be left out with `exclude`.
 """
 
 from __future__ import annotations

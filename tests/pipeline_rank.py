@@ -1,4 +1,4 @@
-"""One rank of a made-up pipeline under torchrun: python -m dflash.bench.pipeline_rank JOB.json; see `check_torchrun`.
+"""One rank of a made-up pipeline under torchrun: python pipeline_rank.py JOB; see `pipeline_lab.run_torchrun`.
 
 The job is a pickled dict: case, topology, steps, depth, out (where rank 0 puts its losses and final weights) and,
 to see a failure through, fail: {"rank": ..., "item": ...}. `sharded` keeps one drafter in shards. `stop_after`
@@ -12,9 +12,9 @@ import sys
 from pathlib import Path
 
 import torch
+from patience import PATIENCE
 
 from dflash.bench.pipeline_case import make_planner, make_replica, make_target, weights_of
-from dflash.bench.timing import StepClock
 from dflash.compile_safety import protected
 from dflash.distributed.cluster import Cluster
 from dflash.distributed.ranks import make_engine, run_rank, serve_target
@@ -53,11 +53,9 @@ def work(cluster: Cluster, job: dict) -> None:
         if not engine.leads:
             engine.follow()
             return
-        clock = StepClock()
+        losses = []
         for number in range(1, job.get("stop_after", steps) + 1):
-            clock.add(engine.step(planner.step(number), case.lr))
-        losses = [row[0] for row in clock.read()]
-        peak = torch.cuda.max_memory_allocated(cluster.device) if cluster.device.type == "cuda" else 0
+            losses.append(float(engine.step(planner.step(number), case.lr)[0]))
         with whole_drafter(engine) as drafter:
             weights = torch.cat([p.detach().float().flatten().cpu() for p in drafter.parameters()])
         engine.finish()
@@ -67,8 +65,6 @@ def work(cluster: Cluster, job: dict) -> None:
             "losses": losses,
             "weights": weights if job.get("sharded") else weights_of(engine.replica),
             "held": sum(m.numel() for m in masters),
-            "peak": peak,
-            "step_seconds": clock.seconds(job["depth"] + 2),
         },
         job["out"],
     )
@@ -90,7 +86,7 @@ def main(path: str) -> int:
     """Run this process's rank."""
     torch.set_num_threads(1)
     job = pickle.loads(Path(path).read_bytes())
-    return run_rank(job["topology"], lambda cluster, life: work(cluster, job), job.get("timeout", 120.0))
+    return run_rank(job["topology"], lambda cluster, life: work(cluster, job), PATIENCE)
 
 
 if __name__ == "__main__":
