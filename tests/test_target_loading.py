@@ -13,7 +13,7 @@ from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
 from dflash.errors import TargetError
 from dflash.target import loading as target_loading
-from dflash.target.capture import load_target
+from dflash.target.capture import choose_mask_token_id, load_target
 from dflash.target.loading import find_embedding_weights, load_config, resolve_source
 
 
@@ -228,7 +228,7 @@ def test_the_packaged_target_is_whole_and_ends_at_the_right_token(smollm2):
     assert tokenizer.pad_token_id not in (None, 2)
     assert smollm2.head_weight.data_ptr() == smollm2.embed_weight.data_ptr()
     assert smollm2.self_test() < 1e-3
-    mask = smollm2.default_mask_token_id()
+    mask = choose_mask_token_id(tokenizer, 49152, smollm2.end_ids)
     assert mask not in (0, 1, 2) and tokenizer.convert_ids_to_tokens(mask).startswith("<")
 
 

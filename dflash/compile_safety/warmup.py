@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import random
 import resource
 import sys
@@ -30,10 +29,9 @@ class WarmupJob:
 
     Args:
         device: where it runs.
-        step: runs one real step (the run's mask, shapes, dtype and grad mode): forward, backward and, if it likes,
-            the optimizer. Called twice: to compile, and to prove that nothing is left to compile.
-        modules, optimizers, generators: whose state must be bit-identical afterwards.
-        stateful: further objects with `state_dict` and `load_state_dict` that `step` changes (schedulers, scalers).
+        step: runs forward and backward as training does (its mask, shapes, dtype and grad mode). Called twice: to
+            compile, and to prove that nothing is left to compile.
+        modules, generators: whose state must be bit-identical afterwards.
         backward: False for a replica that only ever runs forward.
         name: for messages; the device where empty.
     """
@@ -41,9 +39,7 @@ class WarmupJob:
     device: torch.device | str
     step: Callable[[], Any]
     modules: Sequence[nn.Module] = ()
-    optimizers: Sequence[torch.optim.Optimizer] = ()
     generators: Sequence[torch.Generator] = ()
-    stateful: Sequence[Any] = ()
     backward: bool = True
     name: str = ""
 
@@ -182,16 +178,14 @@ class _Saved:
 
 @contextmanager
 def preserved_state(job: WarmupJob) -> Iterator[None]:
-    """Bit-identical state after the block: weights, buffers, gradients, optimizers, generators, random states.
+    """Bit-identical state after the block: weights, buffers, gradients, generators, random states.
 
     Copies are kept on the host, so the device's memory peak stays that of the step. Frozen parameters, and buffers
     above 16 MiB that no checkpoint holds, are not copied (they are the target's tables, shared by all replicas); a
     change to one raises WarmupError.
     """
     saved = _save_modules(job.modules)
-    optimizers = [(optimizer, *_save_optimizer(optimizer)) for optimizer in job.optimizers]
     generators = [(generator, generator.get_state()) for generator in job.generators]
-    stateful = [(item, copy.deepcopy(item.state_dict())) for item in job.stateful]
     restore_random = _save_random(torch.device(job.device))
     try:
         yield
@@ -199,10 +193,6 @@ def preserved_state(job: WarmupJob) -> Iterator[None]:
         restore_random()
         for generator, state in generators:
             generator.set_state(state)
-        for item, state in stateful:
-            item.load_state_dict(state)
-        for optimizer, groups, state in optimizers:
-            _restore_optimizer(optimizer, groups, state)
         _restore_modules(saved, job.label)
 
 
@@ -254,41 +244,6 @@ def _restore_modules(saved: _Saved, label: str) -> None:
     for name, parameter, version in saved.frozen:
         if parameter._version != version:
             raise WarmupError(f"warmup of {label}: the step changed the frozen tensor {name!r} in place")
-
-
-def _save_optimizer(optimizer: torch.optim.Optimizer) -> tuple[list[dict], dict]:
-    groups = [
-        {key: copy.deepcopy(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups
-    ]
-    state = {
-        parameter: {
-            key: _host(value) if isinstance(value, Tensor) else copy.deepcopy(value) for key, value in entries.items()
-        }
-        for parameter, entries in optimizer.state.items()
-    }
-    return groups, state
-
-
-def _restore_optimizer(optimizer: torch.optim.Optimizer, groups: list[dict], state: dict) -> None:
-    for group, before in zip(optimizer.param_groups, groups, strict=True):
-        params = group["params"]
-        group.clear()
-        group.update(before, params=params)
-    for parameter in [p for p in optimizer.state if p not in state]:
-        del optimizer.state[parameter]
-    for parameter, entries in state.items():
-        live = optimizer.state[parameter]
-        for key in [key for key in live if key not in entries]:
-            del live[key]
-        for key, before in entries.items():
-            now = live.get(key)
-            if not isinstance(before, Tensor):
-                live[key] = before
-            elif isinstance(now, Tensor) and now.shape == before.shape and now.dtype == before.dtype:
-                with torch.no_grad():
-                    now.copy_(before)
-            else:
-                live[key] = before.to(parameter.device)
 
 
 def _save_random(device: torch.device) -> Callable[[], None]:

@@ -43,10 +43,6 @@ class Monitor:
             self.stopped = True
             self.changed.notify_all()
 
-    def notify(self) -> None:
-        with self.changed:
-            self.changed.notify_all()
-
     def check(self) -> None:
         """For the driving thread: raise a worker's exception, with that worker's traceback."""
         if self.error is not None:

@@ -38,7 +38,6 @@ class DrafterConfig:
     draft_vocab_size: int | None = None
     sliding_window: tuple[int | None, ...] | None = None
     initializer_range: float = 0.02
-    model_type: str = "qwen3"  # family of the stack, for exports
     rope_scaling: dict[str, Any] | None = field(default=None, hash=False)  # kept for exports; only "default" runs
 
     def __post_init__(self) -> None:
@@ -89,6 +88,7 @@ class DrafterConfig:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> DrafterConfig:
         """Inverse of `to_dict`. Raises ConfigError for an unknown key, naming the nearest known one."""
+        values = {name: value for name, value in values.items() if name != "model_type"}  # in older checkpoints
         refuse_unknown(values, [f.name for f in dataclasses.fields(cls)], "drafter setting")
         return cls(**values)
 

@@ -178,19 +178,6 @@ class RunControl:
             self.metrics.write("control", state=state)
 
 
-class NullControl:
-    """Nobody is asking for anything."""
-
-    def poll(self) -> Commands:
-        return Commands()
-
-    def wait_if_paused(self, heartbeat: Callable[[], Any] = lambda: None) -> Commands:
-        return Commands()
-
-    def at_step(self, checkpoint: object = None, evaluate: object = None, heartbeat: object = None) -> bool:
-        return True
-
-
 def _read(path: Path, default: dict[str, Any] | None = None) -> dict[str, Any]:
     """The file's wishes; `default` (or none at all) when it is absent or half-written by a foreign hand."""
     state = {"paused": False, "checkpoint": 0, "evaluate": 0, "stop": 0}

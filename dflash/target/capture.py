@@ -289,11 +289,6 @@ class Target:
             )
         return difference
 
-    # -- mask token ------------------------------------------------------------------------------------------
-    def default_mask_token_id(self) -> int:
-        """See `choose_mask_token_id`."""
-        return choose_mask_token_id(self.tokenizer, self.embed_weight.shape[0], self.end_ids)
-
 
 def group_documents(sizes: list[int], max_tokens: int, slack: float = 0.75) -> list[list[int]]:
     """Indices of documents to run together: lengths within `slack` of the longest, `max_tokens` padded."""

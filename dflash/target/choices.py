@@ -70,6 +70,6 @@ def validate_mask_token_id(mask_token_id: int, tokenizer, vocab_size: int, end_i
         if index == mask_token_id:
             raise TargetError(
                 f"mask_token_id {mask_token_id} is also the {role}; wanted a token that never occurs "
-                "in text, for instance the one `Target.default_mask_token_id()` finds"
+                "in text, for instance the one `choose_mask_token_id` finds"
             )
     return mask_token_id

@@ -1,6 +1,7 @@
 """Our own user prompts: templates x topics, always the same list in the same order.
 
-They are the questions that a target answers to make training text (`python -m dflash regenerate`). Prompts that a data file already holds can be left out with `exclude`.
+They are the questions that a target answers to make training text (`python -m dflash regenerate`).
+Prompts that a data file already holds can be left out with `exclude`.
 """
 
 from __future__ import annotations
