@@ -1,4 +1,4 @@
-"""`python -m dflash bench <what>`: measurements that print a table and write JSON. Nothing here is a test.
+"""Measurements that print a table and write JSON: kernels, a step, the target, the pipeline.
 
 Each bench is a module with `add_parser(subparsers)`; add a line to `BENCHES` to register one.
 """

@@ -1,4 +1,4 @@
-"""One thin file for each command line: its options, its examples, and a call into the room that does the work."""
+"""One thin file for each command line: options, an example, and a call into a room."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Conversations -> token ids and loss mask -> packs.
+"""Conversations to token ids, loss masks and packs; answers written by the target.
 
 `load_conversations` reads a file (`reading`), keeps its token ids or renders its chats (`rendering`), and
 reports (`report`); `split_held_out` and `make_packs` (`packing`) make training rows of them.

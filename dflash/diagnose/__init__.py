@@ -1,4 +1,4 @@
-"""Find out why a run fails by running one part of it at a time, with one changed dimension at a time.
+"""Why a run fails: the doctor, its probes, cold launches, and the isolation notebooks.
 
     kernel    the attention kernel alone                         notebooks/01_standalone_kernel
     forward   the drafter alone                                  notebooks/02_drafter_forward

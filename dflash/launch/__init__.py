@@ -1,0 +1,1 @@
+"""Starting a run: in this process, under torchrun, as one rank; signals."""

@@ -1,0 +1,1 @@
+"""The frozen model: loading, captured features and their cache, GPUs it is spread over, random weights."""

@@ -1,0 +1,1 @@
+"""One training run: settings, recipes, devices, memory, plan, steps, checkpoints, resume, replay."""

@@ -1,0 +1,1 @@
+"""Pictures and pages of runs: live dashboard, terminal progress, report, comparison."""

@@ -1,0 +1,1 @@
+"""Notebooks as programs: checked parameters, papermill with a report, sweeps."""
