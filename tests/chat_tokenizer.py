@@ -33,27 +33,27 @@ THINKING = (
     "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
 )
 NO_PROMPT = "{% for m in messages %}<|begin|>{{ m['role'] }}\n{{ m['content'] }}<|end|>\n{% endfor %}"
-# Writes how many messages there are in front: the render of a part is never a prefix of the whole.
-UNSPLITTABLE = "{{ messages | length }} messages\n" + CHATML
+# Writes the length of every answer in front: nothing can be marked without changing the render.
+UNSPLITTABLE = "{% for m in messages %}{{ m['content'] | length }} {% endfor %}\n" + CHATML
 NO_END = (
     "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
 
 
-def chat_tokenizer(template: str | None = CHATML) -> PreTrainedTokenizerFast:
-    """One token per byte, six special tokens first (ids 0 to 5)."""
+def chat_tokenizer(template: str | None = CHATML, more: tuple[str, ...] = (), eos: str = "<|end|>"):
+    """One token per byte, six special tokens first (ids 0 to 5), those of `more` last."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {token: index for index, token in enumerate(SPECIAL + alphabet)}
+    vocab = {token: index for index, token in enumerate(SPECIAL + alphabet + list(more))}
     inner = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=inner,
-        eos_token="<|end|>",
+        eos_token=eos,
         pad_token="<|pad|>",
         bos_token="<|begin|>",
-        additional_special_tokens=["<think>", "</think>", "<|unused|>"],
+        additional_special_tokens=["<think>", "</think>", "<|unused|>", *more],
         clean_up_tokenization_spaces=False,
     )
     tokenizer.chat_template = template

@@ -43,7 +43,7 @@ def test_masked_ids_are_taken_too_and_lengths_must_agree(tmp_path):
     assert conversations[0].input_ids == [5, 6, 7, 8] and conversations[0].loss_mask == [False, False, True, True]
     with pytest.raises(DataError, match="line 1 has 3 input_ids and 2 loss_mask"):
         load_conversations(write(tmp_path / "b.jsonl", [{"input_ids": [5, 6, 7], "loss_mask": [0, 1]}]), None, 64)
-    with pytest.raises(DataError, match="line 1: loss_mask is not a list"):
+    with pytest.raises(DataError, match="line 1 has a loss_mask that is no list"):
         load_conversations(write(tmp_path / "c.jsonl", [{"input_ids": [5, 6, 7], "loss_mask": 1}]), None, 64)
 
 
@@ -52,7 +52,7 @@ def test_ids_outside_the_vocabulary_and_of_another_tokenizer_are_refused(tmp_pat
     bad = {"prompt_ids": [1], "response_ids": [5, 49000]}
     with pytest.raises(DataError, match="line 1 holds token id 49000; wanted 0 to 261"):
         load_conversations(write(tmp_path / "a.jsonl", [bad]), tokenizer, 64)
-    with pytest.raises(DataError, match="prompt_ids is not a list of integers"):
+    with pytest.raises(DataError, match="line 1 has prompt_ids that is not a list of integers"):
         load_conversations(write(tmp_path / "b.jsonl", [{"prompt_ids": "1 2", "response_ids": [3]}]), tokenizer, 64)
     rows = [written_row(tokenizer) | {"response_ids": [100, 101, 102, 2]} for _ in range(6)]
     with pytest.raises(DataError, match="were written by another tokenizer"):
@@ -69,8 +69,8 @@ def test_an_answer_cut_by_length_does_not_teach_an_end_token(tmp_path):
     assert [token for token, kept in zip(cut.input_ids, cut.loss_mask, strict=True) if kept] == ids_of(tokenizer, "hello")
 
 
-def test_cache_is_keyed_by_length_tokenizer_template_and_content(tmp_path):
-    """SpecForge#115: a new max_length or template had no effect, since the path alone was the key."""
+def test_length_tokenizer_template_and_content_all_change_the_ids(tmp_path):
+    """SpecForge#115: a new max_length or template had no effect, since prepared ids were found by the path alone."""
     tokenizer = chat_tokenizer()
     long = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "x" * 60}]}
     path = write(tmp_path / "a.jsonl", [long])
@@ -78,22 +78,11 @@ def test_cache_is_keyed_by_length_tokenizer_template_and_content(tmp_path):
     other.add_tokens(["xx"])
 
     def load(tokens, length, **options):
-        conversations, report = load_conversations(path, tokens, length, cache_dir=tmp_path / "cache", **options)
-        return conversations, report.cache
+        return [item.input_ids for item in load_conversations(path, tokens, length, **options)[0]]
 
-    first, state = load(tokenizer, 48)
-    assert state == "written"
-    variants = [
-        load(tokenizer, 64),
-        load(other, 48),
-        load(tokenizer, 48, template=NO_END),
-        load(tokenizer, 48, use_ids=False),
-    ]
-    assert [state for _, state in variants] == ["written"] * 4
-    assert len(variants[0][0][0]) == 64 and variants[1][0][0].input_ids != first[0].input_ids
-    assert variants[2][0][0].input_ids != first[0].input_ids
-    again, state = load(tokenizer, 48)
-    assert state == "hit" and again == first
-    assert load(tokenizer, 48, template=CHATML)[1] == "hit"  # the same template, given by hand
+    first = load(tokenizer, 48)
+    variants = [load(tokenizer, 64), load(other, 48), load(tokenizer, 48, template=NO_END)]
+    assert len(variants[0][0]) == 64 and all(ids != first for ids in variants)
+    assert load(tokenizer, 48) == load(tokenizer, 48, template=CHATML) == first  # the same template, given by hand
     write(path, [long, long])
-    assert load(tokenizer, 48)[1] == "written" and len(list((tmp_path / "cache").iterdir())) == 6
+    assert load(tokenizer, 48) == first * 2

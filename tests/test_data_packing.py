@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 import torch
 
-from dflash.data import Conversation, make_packs, split_held_out, stream_packs
+from dflash.data import Conversation, make_packs, split_held_out
 from dflash.errors import DataError
 
 
@@ -70,15 +70,6 @@ def test_too_long_is_cut_to_a_pack_and_left_out_when_nothing_supervised_remains(
         make_packs(many(), 1)
     with pytest.raises(DataError, match="order 'worst'"):
         make_packs(many(), 32, order="worst")
-
-
-def test_a_stream_gives_the_same_documents():
-    items = many()
-    streamed = list(stream_packs(iter(items), 64, buffer=16))
-    assert Counter(ids for ids, _, _ in documents(streamed)) == Counter(tuple(item.input_ids) for item in items)
-    assert [pack.pack_id for pack in streamed] == list(range(len(streamed)))
-    one = [pack.input_ids.tolist() for pack in stream_packs(iter(items), 64)]
-    assert one == [pack.input_ids.tolist() for pack in make_packs(items, 64)]
 
 
 def test_batch_has_the_drafters_shapes():

@@ -18,8 +18,8 @@ from chat_tokenizer import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflash.data import ChatRenderer
-from dflash.data.reading import UnusableRow
+from dflash.data import ChatRenderer, UnusableRow, chat_of
+from dflash.data.rendering import _Rendering
 from dflash.errors import DataError
 
 
@@ -140,7 +140,7 @@ def test_a_template_that_cannot_be_split_refuses_the_chat_instead_of_masking_wro
 
 
 def test_no_chat_template_says_what_to_do():
-    with pytest.raises(DataError, match="has no chat template; give one"):
+    with pytest.raises(DataError, match="has no chat template, as a base model has none; give one"):
         ChatRenderer(chat_tokenizer(None))
 
 
@@ -149,7 +149,7 @@ def test_tokenizers_without_offsets_give_the_same_mask():
     renderer = ChatRenderer(tokenizer)
     chat = [user("a é"), answer("über b"), user("c"), answer("d")]
     whole = tokenizer.apply_chat_template(chat, tokenize=False)
-    spans = [renderer._span(whole, chat, index, None) for index in (1, 3)]
+    spans = _Rendering(renderer, chat_of({"messages": chat})).spans()
     assert renderer._mask_by_prefix(whole, spans) == renderer(chat)
 
 

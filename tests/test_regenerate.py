@@ -272,7 +272,7 @@ def test_prompt_files_of_every_kind(tmp_path):
             }
         )
     )
-    assert [[m["content"] for m in messages] for messages in regenerate.read_prompts(path)] == [
+    assert [[turn.content for turn in chat.turns] for _, chat in regenerate.read_prompts(path).chats] == [
         ["plain"],
         ["one"],
         ["s", "u"],
@@ -286,7 +286,7 @@ def test_prompt_files_of_every_kind(tmp_path):
     ):
         path.write_bytes(text.encode("latin-1"))
         with pytest.raises(DataError, match=message):
-            list(regenerate.read_prompts(path))
+            regenerate.read_prompts(path)
     path.write_text("\n")
     with pytest.raises(DataError, match="no prompts in"):
         run("--prompts", path, "--out", tmp_path / "o.jsonl")

@@ -1,27 +1,32 @@
 """Conversations to token ids, loss masks and packs; answers written by the target.
 
-`load_conversations` reads a file (`reading`), keeps its token ids or renders its chats (`rendering`), and
-reports (`report`); `split_held_out` and `make_packs` (`packing`) make training rows of them.
+`load_conversations` reads a file (`reading`), brings each row into one form (`chat`), keeps its token ids or renders it
+(`rendering`), and reports (`report`); `split_held_out` and `make_packs` (`packing`) make training rows of them.
 """
 
-from dflash.data.conversations import cache_key, iter_conversations, load_conversations, tokenizer_fingerprint
-from dflash.data.packing import Conversation, Pack, make_packs, split_held_out, stream_packs
+from dflash.data.chat import Chat, UnusableRow, chat_of, question_of
+from dflash.data.conversations import MAX_SKIPPED, iter_conversations, load_conversations, refuse_skipped
+from dflash.data.packing import Conversation, Pack, make_packs, split_held_out
 from dflash.data.random_ids import random_conversations, random_packs
-from dflash.data.rendering import ChatRenderer
+from dflash.data.rendering import ChatRenderer, prompt_reader
 from dflash.data.report import DataReport
 
 __all__ = [
+    "MAX_SKIPPED",
+    "Chat",
     "ChatRenderer",
     "Conversation",
     "DataReport",
     "Pack",
-    "cache_key",
+    "UnusableRow",
+    "chat_of",
     "iter_conversations",
     "load_conversations",
     "make_packs",
+    "prompt_reader",
+    "question_of",
     "random_conversations",
     "random_packs",
+    "refuse_skipped",
     "split_held_out",
-    "stream_packs",
-    "tokenizer_fingerprint",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import hashlib
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -126,28 +126,6 @@ def make_packs(
     if not groups:
         raise DataError("no conversation with a supervised token is left to pack")
     return [_pack(group, pack_length, pad_token_id, number) for number, group in enumerate(groups)]
-
-
-def stream_packs(
-    conversations: Iterable[Conversation], pack_length: int, pad_token_id: int = 0, buffer: int = 1024
-) -> Iterator[Pack]:
-    """Packs from a stream that need not fit in memory: best fit among `buffer` conversations at a time."""
-    number, waiting = 0, []
-
-    def flush() -> Iterator[Pack]:
-        nonlocal number
-        for group in _best_fit(waiting, pack_length):
-            yield _pack(group, pack_length, pad_token_id, number)
-            number += 1
-        waiting.clear()
-
-    for item in conversations:
-        item = _cut(item, pack_length)
-        if any(item.loss_mask):
-            waiting.append(item)
-        if len(waiting) >= buffer:
-            yield from flush()
-    yield from flush()
 
 
 def _cut(item: Conversation, length: int) -> Conversation:

@@ -1,8 +1,7 @@
-"""Read conversations row by row: JSONL (plain or .gz), Parquet, Arrow folders of `datasets`, folders of
-those.
+"""Read a file row by row: JSONL (plain or .gz), JSON, Parquet, Arrow folders of `datasets`, folders of those, plain text.
 
 Rows are yielded one at a time, so that a file may be larger than memory. Each row comes with a place
-("file.jsonl line 7") for messages.
+("file.jsonl line 7") for messages. A row that cannot be read comes as the `UnusableRow` that says why.
 """
 
 from __future__ import annotations
@@ -12,44 +11,31 @@ import json
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+from dflash.data.chat import UnusableRow
 from dflash.errors import DataError
 
 _SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".parquet", ".arrow")
-_ROLES = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "model": "assistant",
-    "bot": "assistant",
-    "chatgpt": "assistant",
-    "system": "system",
-    "developer": "system",
-    "tool": "tool",
-    "observation": "tool",
-    "function_response": "tool",
-}
+_TEXT = (".txt", ".txt.gz")
+Row = dict | UnusableRow
 
 
-class UnusableRow(Exception):
-    """A readable row that no training conversation can be made of; its text is the reason that is counted."""
-
-
-def data_files(path: str | Path | list, split: str = "train") -> list[Path]:
+def data_files(path: str | Path | list, split: str = "train", text: bool = False) -> list[Path]:
     """The files that `path` stands for, in a fixed order; several paths as a list or with commas between.
 
-    A folder may hold data files, be written by `datasets` (`save_to_disk`), or hold one such folder per split.
+    A folder may hold data files, be written by `datasets` (`save_to_disk`), or hold one such folder per split. Hidden
+    files and folders in it are no data. `text` takes a named file of any ending, as lines.
     """
     if isinstance(path, str) and "," in path and not Path(path).exists():
         path = [part.strip() for part in path.split(",") if part.strip()]
     if isinstance(path, list | tuple):
-        return [file for part in path for file in data_files(part, split)]
+        return [file for part in path for file in data_files(part, split, text)]
     path = Path(path).expanduser()
     if not path.exists():
         raise DataError(f"data file {path} does not exist")
     if path.is_file():
-        if not path.name.endswith(_SUFFIXES):
+        if not text and not path.name.endswith(_SUFFIXES):
             raise DataError(f"data file {path} has an unknown ending; wanted {', '.join(_SUFFIXES)}")
         return [path]
     if (path / "dataset_dict.json").is_file():
@@ -59,57 +45,66 @@ def data_files(path: str | Path | list, split: str = "train") -> list[Path]:
         path = path / split
     if (path / "state.json").is_file():  # one `datasets` split: the state lists its parts in order
         return [path / part["filename"] for part in json.loads((path / "state.json").read_text())["_data_files"]]
-    files = sorted(file for file in path.rglob("*") if file.name.endswith(_SUFFIXES) and file.is_file())
+    wanted = _SUFFIXES + (_TEXT if text else ())
+    files = sorted(file for file in path.rglob("*") if file.name.endswith(wanted) and file.is_file())
+    files = [file for file in files if not any(part.startswith(".") for part in file.relative_to(path).parts)]
     files = [file for file in files if file.name not in ("dataset_info.json", "state.json", "dataset_dict.json")]
     files = [file for file in files if not file.name.endswith(".meta.json")]
     if not files:
-        raise DataError(f"data folder {path} holds no file ending in {', '.join(_SUFFIXES)}")
+        raise DataError(f"data folder {path} holds no file ending in {', '.join(wanted)}")
     return files
 
 
-def iter_rows(path: str | Path | list, split: str = "train") -> Iterator[tuple[str, dict]]:
-    """Yield `(place, row)`; a broken line stops with its number."""
+def iter_rows(path: str | Path | list, split: str = "train", text: bool = False) -> Iterator[tuple[str, Row]]:
+    """Yield `(place, row)`. With `text`, a line that is no JSON object is a row with that line as its `prompt`."""
     readers = {".parquet": _parquet_rows, ".arrow": _arrow_rows, ".json": _json_rows}
-    for file in data_files(path, split):
-        rows = readers.get(file.suffix, _jsonl_rows)(file)
-        while True:
-            try:
-                item = next(rows, None)
-            except DataError:
-                raise
-            except (ValueError, OSError, EOFError, zlib.error) as error:  # a damaged archive; pyarrow's errors are such
-                raise DataError(f"{file} cannot be read ({error}); is it a whole {file.suffix} file?") from error
-            if item is None:
-                break
-            yield item
+    for file in data_files(path, split, text):
+        rows = readers[file.suffix](file) if file.suffix in readers else _line_rows(file, text)
+        try:
+            yield from rows
+        except DataError:
+            raise
+        except (ValueError, OSError, EOFError, zlib.error) as error:  # a damaged archive; pyarrow's errors are such
+            raise DataError(f"{file} cannot be read ({error}); is it a whole {file.suffix} file?") from error
 
 
-def _jsonl_rows(file: Path) -> Iterator[tuple[str, dict]]:
+def _line_rows(file: Path, text: bool) -> Iterator[tuple[str, Row]]:
     opener = gzip.open if file.suffix == ".gz" else open
     with opener(file, "rb") as lines:
         for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            place = f"{file} line {number}"
-            try:
-                row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
-            except ValueError as error:  # JSON and encoding errors alike
-                raise DataError(f"{place} is not valid JSON ({error}); repair or remove that line") from error
-            if not isinstance(row, dict):
-                raise DataError(f"{place} holds a {type(row).__name__}; wanted one JSON object a line")
-            yield place, row
+            if line.strip():
+                yield f"{file} line {number}", _line_row(line, text)
 
 
-def _json_rows(file: Path) -> Iterator[tuple[str, dict]]:
-    """A `.json` file holds one list (the usual ShareGPT download); it is read whole."""
+def _line_row(line: bytes, text: bool) -> Row:
+    try:
+        content = line.decode("utf-8-sig").strip()
+    except UnicodeDecodeError as error:
+        wanted = "is not UTF-8 text; wanted one prompt a line, or JSONL" if text else f"is not valid JSON ({error})"
+        return UnusableRow("a line that is not UTF-8 text", wanted)
+    if text and not content.startswith("{"):
+        return {"prompt": content}
+    try:
+        row = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        return UnusableRow("a line that is no JSON", f"is not valid JSON ({error})")
+    if not isinstance(row, dict):
+        return UnusableRow("a line that is no object", f"holds a {type(row).__name__}; wanted one JSON object a line")
+    return row
+
+
+def _json_rows(file: Path) -> Iterator[tuple[str, Row]]:
+    """A `.json` file holds one list (the usual ShareGPT download), read whole; some hold one object a line."""
     try:
         rows = json.loads(file.read_text(encoding="utf-8-sig"))
     except ValueError as error:
-        raise DataError(f"{file} is not valid JSON ({error}); if it has one object a line, name it .jsonl") from error
+        if getattr(error, "msg", "") == "Extra data":
+            yield from _line_rows(file, False)
+            return
+        raise DataError(f"{file} is not valid JSON ({error})") from error
     for number, row in enumerate(rows if isinstance(rows, list) else [rows], 1):
-        if not isinstance(row, dict):
-            raise DataError(f"{file} item {number} holds a {type(row).__name__}; wanted an object")
-        yield f"{file} item {number}", row
+        wrong = UnusableRow("an item that is no object", f"holds a {type(row).__name__}; wanted an object")
+        yield f"{file} item {number}", row if isinstance(row, dict) else wrong
 
 
 def _pyarrow(file: Path):
@@ -139,43 +134,12 @@ def _arrow_rows(file: Path) -> Iterator[tuple[str, dict]]:
 
 def _numbered(file: Path, rows: Iterator[dict]) -> Iterator[tuple[str, dict]]:
     for number, row in enumerate(rows, 1):
-        yield f"{file} row {number}", row
+        yield f"{file} row {number}", _without_nulls(row)
 
 
-def messages_of(row: dict) -> list[dict]:
-    """OpenAI-style messages of a row, ShareGPT `conversations` turned into them.
-
-    Reasoning is kept as `reasoning_content`. Raises UnusableRow where there is no text conversation.
-    """
-    turns = row.get("messages") or row.get("conversations") or row.get("conversation")
-    if not isinstance(turns, list) or not turns:
-        raise UnusableRow("no messages, conversations or token ids")
-    messages = []
-    for turn in turns:
-        if not isinstance(turn, dict):
-            raise UnusableRow("a turn that is no object")
-        name = turn.get("role") or turn.get("from")
-        role = _ROLES.get(str(name).lower())
-        if role is None:
-            raise UnusableRow(f"unknown role '{name}'")
-        message = {"role": role, "content": _text(turn.get("content", turn.get("value")))}
-        reasoning = turn.get("reasoning_content") or turn.get("reasoning") or turn.get("thinking")
-        if role == "assistant" and isinstance(reasoning, str) and reasoning.strip():
-            message["reasoning_content"] = reasoning
-        if turn.get("tool_calls"):
-            message["tool_calls"] = turn["tool_calls"]
-        messages.append(message)
-    if not any(message["role"] == "assistant" for message in messages):
-        raise UnusableRow("no assistant turn")
-    return messages
-
-
-def _text(content) -> str:
-    """Message text; a list of parts is joined when every part is text."""
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
-        return "".join(part.get("text") or "" for part in content)
-    raise UnusableRow("content that is not text")
+def _without_nulls(value: Any) -> Any:
+    """A table's objects have every key that any row has, null where a row had none."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    nested = isinstance(value, list) and value and isinstance(value[0], dict | list)  # lists of ids stay as they are
+    return [_without_nulls(item) for item in value] if nested else value

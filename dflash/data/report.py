@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
+from dflash.data.chat import UnusableRow
+
 _EDGES = (0, 16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 8192, 16384, 32768, 65536)
+TOO_SHORT, CUT_AWAY = "answer too short for a block", "no answer left after truncation"
+_NAMED = 3  # rows of each reason that are named
 
 
 @dataclass
 class DataReport:
     """Counts over one source. `tokens` and `supervised` are of the conversations that were kept.
 
-    `short_answers` counts kept conversations with an answer shorter than a block; `skipped` names reasons.
-    `cache` is "hit", "written" or None.
+    `short_answers` counts kept conversations with an answer shorter than a block; `skipped` counts reasons, `places`
+    names the first rows of each; `notes` counts what a template left out of conversations that were kept.
     """
 
     source: str
@@ -25,9 +29,10 @@ class DataReport:
     short_answers: int = 0
     kept_ids: int = 0
     skipped: Counter = field(default_factory=Counter)
+    places: dict[str, list[str]] = field(default_factory=dict)
+    notes: Counter = field(default_factory=Counter)
     lengths: Counter = field(default_factory=Counter)
     longest: int = 0
-    cache: str | None = None
 
     def add(self, length: int, supervised: int) -> None:
         """Count one kept conversation of `length` tokens."""
@@ -36,6 +41,18 @@ class DataReport:
         self.supervised += supervised
         self.longest = max(self.longest, length)
         self.lengths[max(edge for edge in _EDGES if edge <= length)] += 1
+
+    def skip(self, place: str, row: UnusableRow) -> None:
+        """Count one row that is left out."""
+        self.skipped[row.reason] += 1
+        named = self.places.setdefault(row.reason, [])
+        if len(named) < _NAMED:
+            named.append(place if row.detail == row.reason else f"{place} {row.detail}")
+
+    @property
+    def unusable(self) -> int:
+        """Skipped rows that cannot be read or rendered; what is only too short or too long for the settings is none."""
+        return sum(count for reason, count in self.skipped.items() if reason not in (TOO_SHORT, CUT_AWAY))
 
     @property
     def supervised_share(self) -> float:
@@ -52,7 +69,7 @@ class DataReport:
     def to_dict(self) -> dict:
         """JSON-ready; `from_dict` reads it back."""
         values = dict(self.__dict__)
-        values["skipped"] = dict(self.skipped)
+        values |= {"skipped": dict(self.skipped), "notes": dict(self.notes)}
         values["lengths"] = {str(edge): count for edge, count in sorted(self.lengths.items())}
         values["supervised_share"] = self.supervised_share
         return values
@@ -60,9 +77,18 @@ class DataReport:
     @classmethod
     def from_dict(cls, values: dict) -> DataReport:
         values = {name: value for name, value in values.items() if name in cls.__dataclass_fields__}
-        values["skipped"] = Counter(values["skipped"])
+        values |= {name: Counter(values.get(name, {})) for name in ("skipped", "notes")}
         values["lengths"] = Counter({int(edge): count for edge, count in values["lengths"].items()})
         return cls(**values)
+
+    def reasons(self) -> str:
+        """The reasons for skipped rows as text: how many, and the first rows of each."""
+        width = max((len(reason) for reason in self.skipped), default=0)
+        lines = []
+        for reason, count in self.skipped.most_common():
+            lines.append(f"  {reason:<{width}}  {count:>7,}")
+            lines += [f"    {place}" for place in self.places.get(reason, [])]
+        return "\n".join(lines)
 
     def table(self) -> str:
         """The report as text, one fact a line, with a bar per length bin."""
@@ -77,27 +103,12 @@ class DataReport:
             ("answers under a block", f"{self.short_answers:,}"),
             ("skipped", f"{sum(self.skipped.values()):,}"),
         ]
-        rows += [(f"  {reason}", f"{count:,}") for reason, count in self.skipped.most_common()]
-        if self.cache:
-            rows.append(("prepared data", self.cache))
         width = max(len(name) for name, _ in rows)
         lines = [f"{name:<{width}}  {value}" for name, value in rows]
+        lines += [self.reasons()] if self.skipped else []
+        lines += [f"note: {count:,} with {note}" for note, count in self.notes.most_common()]
         edges, counts = self.histogram()
         for edge, count in zip(edges, counts, strict=True):
             bar = "#" * max(1 if count else 0, round(30 * count / max(counts)))
             lines.append(f"{f'  from {edge:,} tokens':<{width}}  {count:>7,} {bar}")
         return "\n".join(lines)
-
-    def figure(self):
-        """The length histogram as a matplotlib Figure (no pyplot, so safe in any thread)."""
-        from matplotlib.figure import Figure
-
-        edges, counts = self.histogram()
-        figure = Figure(figsize=(7, 3), layout="constrained")
-        axes = figure.subplots()
-        axes.bar(range(len(edges)), counts, color="#4c78a8")
-        axes.set_xticks(range(len(edges)), [f"{edge:,}+" for edge in edges], rotation=45, fontsize=8)
-        axes.set_xlabel("tokens in a conversation")
-        axes.set_ylabel("conversations")
-        axes.set_title(f"{self.conversations:,} conversations, {self.supervised_share:.0%} of the tokens supervised")
-        return figure

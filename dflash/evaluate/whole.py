@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from dflash.data import ChatRenderer, Conversation, Pack, load_conversations, make_packs
+from dflash.data import Conversation, Pack, load_conversations, make_packs, prompt_reader
+from dflash.data.generate.prompts import Questions, read_prompts
 from dflash.devices import device_named, dtype_named
 from dflash.drafter.export import drafter_layout, open_drafter
 from dflash.errors import ConfigError, RunError, refuse_below, refuse_seed
@@ -101,11 +102,12 @@ def evaluate(options: EvaluateOptions, say=print) -> dict[str, Any]:
         raise ConfigError(f"{folder} does not say which target it belongs to; name it with --target")
     if is_random(name):
         raise ConfigError(f"{NOTHING_TO_DECODE} (target '{name}'); evaluate a drafter of a trained target")
-    questions = _questions(options)
+    questions = read_prompts(options.prompts) if options.prompts else None  # before any model is loaded
     target = load_target(name, device, dtype, list(settings["target_layer_ids"]))
     drafter = open_drafter(folder, target, dtype)
     held_out = _held_out(options, config, target)
-    prompts = _prompts(options, target, held_out, questions)[: options.limit]
+    prompts, left_out = _prompts(options, target, held_out, questions)
+    prompts = prompts[: options.limit]
     say(f"drafter {folder}, target {name}, {options.dtype} on {device}")
     say(f"first of {len(prompts)} prompts, as the target sees it:\n{prompts[0].text}\n")
 
@@ -139,7 +141,7 @@ def evaluate(options: EvaluateOptions, say=print) -> dict[str, Any]:
         "rendered_prompt": prompts[0].text,
         "thinking_mode": Counter(modes).most_common(1)[0][0],
         "training_modes": dict(trained),
-        "warnings": [warning] if warning else [],
+        "warnings": left_out + ([warning] if warning else []),
         "held_out": None,
         "parity": None,
     }
@@ -175,28 +177,22 @@ def _held_out(options: EvaluateOptions, config: RunConfig | None, target: Target
     return prepare_data(config).held_out
 
 
-def _questions(options: EvaluateOptions) -> list[list[dict]]:
-    """Messages of the prompts file, read before any model is loaded."""
-    if not options.prompts:
-        return []
-    from dflash.data.generate.answers import read_prompts
-
-    return list(read_prompts(options.prompts))
-
-
 def _prompts(
-    options: EvaluateOptions, target: Target, held_out: Sequence[Conversation], questions: Sequence[list[dict]]
-) -> list[Prompt]:
-    if options.prompts:
+    options: EvaluateOptions, target: Target, held_out: Sequence[Conversation], questions: Questions | None
+) -> tuple[list[Prompt], list[str]]:
+    """What is decoded, and a warning where a prompt had to be left out."""
+    told = []
+    if questions is not None:
         kwargs = {} if options.thinking == "auto" else {"enable_thinking": options.thinking == "on"}
-        renderer = ChatRenderer(target.tokenizer, template_kwargs=kwargs)
-        ids = [renderer.prompt_ids(messages) for messages in questions]
+        ids = [found for _, found in questions.rendered(prompt_reader(target.tokenizer, kwargs))]
+        if questions.report.skipped:
+            told = [f"prompts left out of {options.prompts}:\n{questions.report.reasons()}"]
     else:
         ids = [list(item.input_ids[: item.loss_mask.index(True)]) for item in held_out]
     ids = [item for item in ids if item]
     if not ids:
         raise ConfigError("there are no prompts; give --prompts FILE (one prompt a line, or JSONL), or --data FILE")
-    return [Prompt(tuple(item), _decode(target, item)) for item in ids]
+    return [Prompt(tuple(item), _decode(target, item)) for item in ids], told
 
 
 def _decode(target: Target, ids: Sequence[int]) -> str:

@@ -117,6 +117,7 @@ def prepare_data(config: RunConfig) -> Data:
         "max_length": options.pack_length,
         "block_size": config.drafter.block_size,
         "vocab_size": model_config.vocab_size,
+        "max_skipped": options.max_skipped,
     }
     conversations, report = load_conversations(options.data, tokenizer, **read)
     if is_random(config.target.target):

@@ -55,10 +55,12 @@ class DataOptions:
     max_conversations: int | None = None  # read at most this many; None: all
     held_out: int = 24  # conversations kept for evaluation, chosen by prompt
     held_out_data: str | None = None  # take them from this file instead; None: from `data`
+    max_skipped: float = 0.1  # share of a file's rows that may be unusable; more of them stops the run
 
     def __post_init__(self) -> None:
         _require(self.pack_length >= 16, f"pack_length must be at least 16 tokens, got {self.pack_length}")
         _require(self.held_out >= 0, f"held_out must be at least 0, got {self.held_out}")
+        _require(0 <= self.max_skipped <= 1, f"max_skipped must be a share, 0 to 1, got {self.max_skipped}")
         _require(
             self.max_conversations is None or self.max_conversations >= 1,
             f"max_conversations must be at least 1 or None, got {self.max_conversations}",
@@ -266,7 +268,7 @@ class RunConfig:
             raise ConfigError(f"cannot read the config file {path}: {' '.join(str(error).split())}") from None
         if not isinstance(values, Mapping):
             raise ConfigError(f"{path} must hold sections {', '.join(_SECTIONS)}, got {type(values).__name__}")
-        return cls.from_dict(values)
+        return cls.from_dict(_as_it_was(values))
 
     def to_dict(self) -> dict[str, Any]:
         """Nested plain values that YAML can hold."""
@@ -284,6 +286,15 @@ _SECTIONS: dict[str, type] = {
     "train": TrainOptions,
     "runtime": RuntimeOptions,
 }
+
+
+def _as_it_was(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The config of a run that was made before `max_skipped` was a setting: it had no limit."""
+    data = values.get("data")
+    whole = isinstance(data, Mapping) and all(
+        f.name in data for f in dataclasses.fields(DataOptions) if f.name != "max_skipped"
+    )
+    return {**values, "data": {"max_skipped": 1.0, **data}} if whole else values
 
 
 def setting_names() -> list[str]:

@@ -15,16 +15,19 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
+from dflash.data.chat import Chat, Turn
 from dflash.data.generate.endpoint import Endpoint
 from dflash.data.generate.engines import Answer, Generator, Sampling, tokens_per_second
-from dflash.data.generate.prompts import make_prompts, prompts_in
+from dflash.data.generate.prompts import Questions, make_prompts, prompts_in, read_prompts
+from dflash.data.rendering import prompt_reader
+from dflash.data.report import DataReport
 from dflash.errors import ConfigError, DataError, refuse_below
 from dflash.target.capture import Target, load_target
 from dflash.target.random_weights import NOTHING_TO_DECODE, is_random
@@ -32,20 +35,30 @@ from dflash.target.random_weights import NOTHING_TO_DECODE, is_random
 
 @dataclass(frozen=True)
 class Job:
-    """One question: the messages before the answer, their token ids (empty for an endpoint), how to draw."""
+    """One question: the chat before the answer, its token ids (empty for an endpoint), how to draw."""
 
-    messages: tuple[dict, ...]
+    chat: Chat
     prompt_ids: tuple[int, ...]
     sampling: Sampling
 
     @property
     def key(self) -> str:
         """Same question and same way to draw: same key."""
-        return _key(list(self.messages), self.sampling.record())
+        return _key(self.chat.messages(), list(self.chat.tools), self.sampling.record())
+
+    def row(self, text: str, finish_reason: str | None) -> dict:
+        """What is written, without token ids."""
+        row = {
+            "messages": [*self.chat.messages(), {"role": "assistant", "content": text}],
+            "finish_reason": finish_reason,
+            "sampling": self.sampling.record(),
+        }
+        return row | ({"tools": list(self.chat.tools)} if self.chat.tools else {})
 
 
-def _key(messages: list[dict], sampling: dict) -> str:
-    text = json.dumps([messages, sampling.get("temperature", 0.0), sampling.get("top_p", 1.0)], sort_keys=True)
+def _key(messages: list[dict], tools: list[dict], sampling: dict) -> str:
+    asked = [messages, tools] if tools else [messages]
+    text = json.dumps([*asked, sampling.get("temperature", 0.0), sampling.get("top_p", 1.0)], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:20]
 
 
@@ -82,7 +95,7 @@ class ConversationFile:
                     break
                 try:
                     row = json.loads(line)
-                    done[_key(row["messages"][:-1], row.get("sampling", {}))] += 1
+                    done[_key(row["messages"][:-1], row.get("tools", []), row.get("sampling", {}))] += 1
                 except (ValueError, KeyError, TypeError) as error:
                     raise DataError(
                         f"{self.path} line {number} is no conversation ({error}); it is not a torn "
@@ -121,50 +134,14 @@ class ConversationFile:
         self.close()
 
 
-def read_prompts(path: str | Path) -> Iterator[list[dict]]:
-    """Questions from a file: `messages` JSONL (answers dropped), `prompt` JSONL, or one prompt a line."""
-    if not Path(path).is_file():
-        raise DataError(f"there is no prompts file {path}; give a file with one prompt a line, or JSONL")
-    with open(path, "rb") as lines:
-        for number, line in enumerate(lines, 1):
-            try:
-                text = line.decode("utf-8").strip()
-            except UnicodeDecodeError:
-                raise DataError(f"{path} line {number} is not UTF-8 text; wanted one prompt a line, or JSONL") from None
-            if not text:
-                continue
-            if not text.startswith("{"):
-                yield [{"role": "user", "content": text}]
-                continue
-            try:
-                row = json.loads(text)
-            except ValueError as error:
-                raise DataError(f"{path} line {number} is not valid JSON: {error}") from error
-            messages = row.get("messages") or [{"role": "user", "content": row.get("prompt")}]
-            whole = isinstance(messages, list) and all(
-                isinstance(m, dict) and {"role", "content"} <= m.keys() for m in messages
-            )
-            users = [index for index, m in enumerate(messages) if m["role"] == "user"] if whole else []
-            if not users or not isinstance(messages[users[-1]].get("content"), str):
-                raise DataError(f"{path} line {number} has no user message; wanted `messages` or `prompt`")
-            yield [{"role": m["role"], "content": m["content"]} for m in messages[: users[-1] + 1]]
-
-
-def make_jobs(questions: list[list[dict]], target: Target | None, samplings: list[tuple[Sampling, float]]) -> list[Job]:
+def make_jobs(questions: Questions, target: Target | None, samplings: list[tuple[Sampling, float]]) -> list[Job]:
     """One job per question and sampling; `(sampling, share)` takes that first share of the questions."""
-    ids: list[tuple[int, ...]] = [()] * len(questions)
-    if target is not None:
-        ids = [tuple(_render(target.tokenizer, messages)) for messages in questions]
+    rendered = questions.rendered(prompt_reader(target.tokenizer) if target is not None else lambda chat: [])
     return [
-        Job(tuple(questions[index]), ids[index], sampling)
+        Job(chat, tuple(ids), sampling)
         for sampling, share in samplings
-        for index in range(round(share * len(questions)))
+        for chat, ids in rendered[: round(share * len(rendered))]
     ]
-
-
-def _render(tokenizer, messages: list[dict]) -> list[int]:
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 def batches(jobs: list[Job], size: int) -> list[list[Job]]:
@@ -194,14 +171,8 @@ class LocalAnswers:
     def _row(self, job: Job, answer: Answer) -> dict:
         body = answer.response_ids[:-1] if answer.finish_reason == "stop" else answer.response_ids
         text = self.tokenizer.decode(body, skip_special_tokens=True)
-        return {
-            "messages": [*job.messages, {"role": "assistant", "content": text}],
-            "finish_reason": answer.finish_reason,
-            "sampling": job.sampling.record(),
-            "dtype": self.dtype,
-            "prompt_ids": list(job.prompt_ids),
-            "response_ids": answer.response_ids,
-        }
+        ids = {"prompt_ids": list(job.prompt_ids), "response_ids": answer.response_ids}
+        return job.row(text, answer.finish_reason) | {"dtype": self.dtype} | ids
 
 
 class EndpointAnswers:
@@ -211,18 +182,17 @@ class EndpointAnswers:
         self.endpoint, self.batch_size = endpoint, batch_size
 
     def __call__(self, batch: list[Job]) -> tuple[list[dict], int]:
-        replies = self.endpoint.answer([(list(job.messages), job.sampling.record()) for job in batch])
-        rows = []
-        for job, reply in zip(batch, replies, strict=True):
-            row = {
-                "messages": [*job.messages, {"role": "assistant", "content": reply["text"]}],
-                "finish_reason": reply["finish_reason"],
-                "sampling": job.sampling.record(),
-            }
+        asked = [(job.chat.messages(True), job.sampling.record(), list(job.chat.tools)) for job in batch]
+        rows, tokens = [], 0
+        for job, reply in zip(batch, self.endpoint.answer(asked), strict=True):
+            if reply is None:  # the server refused it, or its answer is no text
+                continue
+            row = job.row(reply["text"], reply["finish_reason"])
             if reply["prompt_ids"] and reply["response_ids"]:
                 row |= {"prompt_ids": reply["prompt_ids"], "response_ids": reply["response_ids"]}
             rows.append(row)
-        return rows, sum(reply["tokens"] for reply in replies)
+            tokens += reply["tokens"]
+        return rows, tokens
 
 
 def answer_all(
@@ -234,9 +204,9 @@ def answer_all(
 ) -> dict:
     """Answer `jobs` batch by batch into `out`, for at most `seconds`.
 
-    Returns counts: conversations, tokens, seconds, tokens_per_second, remaining.
+    Returns counts: conversations, unanswered (left out by a server), tokens, seconds, tokens_per_second, remaining.
     """
-    start, tokens, written = time.perf_counter(), 0, 0
+    start, tokens, written, unanswered = time.perf_counter(), 0, 0, 0
     before = sum(out.done.values())
     bar = tqdm(total=len(jobs), unit="answer", disable=quiet, file=sys.stderr, mininterval=1.0)
     for index, batch in enumerate(batches(jobs, answers.batch_size)):
@@ -245,23 +215,24 @@ def answer_all(
         torch.manual_seed(batch[0].sampling.seed + before + index)  # a continued run does not draw the same again
         rows, count = answers(batch)
         out.write(rows)
-        written, tokens = written + len(batch), tokens + count
+        written, unanswered, tokens = written + len(rows), unanswered + len(batch) - len(rows), tokens + count
         bar.update(len(batch))
         bar.set_postfix_str(f"{tokens / (time.perf_counter() - start):,.0f} tokens/s")
     bar.close()
     spent = time.perf_counter() - start
     return {
         "conversations": written,
+        "unanswered": unanswered,
         "tokens": tokens,
         "seconds": round(spent, 2),
-        "remaining": len(jobs) - written,
+        "remaining": len(jobs) - written - unanswered,
         "tokens_per_second": round(tokens / max(spent, 1e-9), 1),
     }
 
 
 def choose_generator(target: Target, prompts: list[list[int]], options: argparse.Namespace) -> Generator:
     """The engine asked for; `auto` times them on a GPU and takes the fastest."""
-    pad = target.tokenizer.pad_token_id
+    pad = target.tokenizer.pad_token_id or next(iter(target.end_ids), 0)  # masked, so any id does
 
     def build(engine: str, size: int) -> Generator:
         return Generator(target.model, target.end_ids, pad, engine, size, options.max_new_tokens)
@@ -310,11 +281,13 @@ def regenerate(options: argparse.Namespace) -> int:
     _refuse_numbers(options)
     known = set().union(*(prompts_in(path) for path in options.exclude)) if options.exclude else set()
     if options.prompts == "builtin":
-        questions = [[{"role": "user", "content": text}] for text in make_prompts(known)]
+        own = [("built in", Chat((Turn("user", text),))) for text in make_prompts(known)]
+        questions = Questions(DataReport("builtin", len(own)), own)
     else:
-        questions = [messages for messages in read_prompts(options.prompts) if messages[-1]["content"] not in known]
-    questions = questions[: options.limit]
-    if not questions:
+        questions = read_prompts(options.prompts)
+    left = [(place, chat) for place, chat in questions.chats if chat.last_question not in known]
+    questions.chats = left[: options.limit]
+    if not questions.chats:
         raise DataError(f"no prompts in {options.prompts}")
     samplings = _samplings(options)
     target, endpoint = None, None
@@ -331,7 +304,9 @@ def regenerate(options: argparse.Namespace) -> int:
         settings |= {"dtype": dtype, "target_fingerprint": target.fingerprint()}
     with ConversationFile(options.out, settings) as out:
         jobs = out.remaining(make_jobs(questions, target, samplings))
-        _say(f"{len(questions)} prompts, {sum(out.done.values())} answers already there, {len(jobs)} to write")
+        if questions.report.skipped:
+            _say(f"left out of {options.prompts}:\n{questions.report.reasons()}")
+        _say(f"{len(questions.chats)} prompts, {sum(out.done.values())} answers already there, {len(jobs)} to write")
         summary = {"conversations": 0, "tokens": 0, "remaining": 0}
         if jobs and endpoint:
             summary = answer_all(jobs, EndpointAnswers(endpoint, 4 * options.batch_size), out, options.seconds)

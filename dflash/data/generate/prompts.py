@@ -1,15 +1,20 @@
-"""Our own user prompts: templates x topics, always the same list in the same order.
+"""The questions that a target answers to make training text: those of a file, or our own.
 
-They are the questions that a target answers to make training text (`python -m dflash regenerate`).
-Prompts that a data file already holds can be left out with `exclude`.
+Our own are templates x topics, always the same list in the same order. Prompts that a data file already holds can be
+left out with `exclude`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from dflash.data.reading import iter_rows, messages_of
+from dflash.data.chat import Chat, UnusableRow, chat_of, question_of
+from dflash.data.conversations import MAX_SKIPPED, refuse_skipped
+from dflash.data.reading import iter_rows
+from dflash.data.report import DataReport
+from dflash.errors import DataError
 
 TEMPLATES = (
     "Explain what {} is.",
@@ -151,5 +156,53 @@ def prompts_in(path: str | Path) -> set[str]:
     """The first user message of every conversation in a data file (any kind that `dflash.data` reads)."""
     found = set()
     for _, row in iter_rows(path):
-        found.update([message["content"] for message in messages_of(row) if message["role"] == "user"][:1])
+        try:
+            turns = () if isinstance(row, UnusableRow) else chat_of(row).turns
+        except UnusableRow:
+            continue
+        found.update([turn.content for turn in turns if turn.role == "user"][:1])
+    return found
+
+
+@dataclass
+class Questions:
+    """Chats that wait for an answer, the place of each, and what was left out of their file."""
+
+    report: DataReport
+    chats: list[tuple[str, Chat]] = field(default_factory=list)
+
+    def rendered(self, read: Callable[[Chat], list[int]]) -> list[tuple[Chat, list[int]]]:
+        """Each chat with the ids that the target is given; what its template refuses is left out and counted.
+
+        Raises DataError, with the reasons, when too many rows of the file had to be left out.
+        """
+        found = []
+        for place, chat in self.chats:
+            try:
+                found.append((chat, read(chat)))
+            except UnusableRow as reason:
+                self.report.skip(place, reason)
+        if self.chats:
+            refuse_skipped(self.report, bool(found), MAX_SKIPPED, "prompts")
+        return found
+
+
+def read_prompts(path: str | Path) -> Questions:
+    """Questions from any file that `dflash.data` reads, its last answers dropped; or from one with a prompt a line.
+
+    Raises DataError, with the reasons, when more than a tenth of the rows hold none.
+    """
+    if not Path(path).expanduser().exists() and "," not in str(path):
+        raise DataError(f"there is no prompts file {path}; give a file with one prompt a line, or any data file")
+    found = Questions(DataReport(str(path)))
+    for place, row in iter_rows(path, text=True):
+        found.report.rows += 1
+        try:
+            if isinstance(row, UnusableRow):
+                raise row
+            found.chats.append((place, question_of(row)))
+        except UnusableRow as reason:
+            found.report.skip(place, reason)
+    if found.report.rows:
+        refuse_skipped(found.report, bool(found.chats), MAX_SKIPPED, "prompts")
     return found
