@@ -199,29 +199,10 @@ def test_the_fast_path_refuses_a_second_backward(device):
 
 
 def test_fast_capture_is_the_plain_capture(device):
-    qwen = pytest.importorskip("transformers.models.qwen3_5")
-    from dflash.bench.target import TargetShape, make_target
     from dflash.target import fast_capture as fast_target
+    from dflash.target.capture import load_target
 
-    assert qwen
-    shape = TargetShape(
-        layers=4,
-        captured=2,
-        hidden=64,
-        intermediate=96,
-        heads=4,
-        kv_heads=2,
-        head_dim=64,
-        linear_key_heads=2,
-        linear_value_heads=4,
-        linear_head_dim=16,
-        vocab=300,
-    )
-    torch.manual_seed(0)
-    target = make_target(shape, device, torch.float32)
-    with torch.no_grad():
-        for parameter in target.model.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
+    target = load_target("random:tiny-hybrid@4", device, torch.float32, layer_ids=[0, 2], fast=False)
     ids, lengths = torch.randint(0, 300, (1, 40)), torch.tensor([13, 20])
     plain = target.capture(ids, lengths)
     assert fast_target.attach(target, required=True)

@@ -7,8 +7,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from dflash.bench.target import TargetShape
-from dflash.bench.target import make_target as make_hybrid
 from dflash.bench.workload import StepShape, document_lengths, make_drafter
 from dflash.data import Pack
 from dflash.distributed.replicas import copy_target, make_replicas
@@ -18,6 +16,7 @@ from dflash.runs.record import Run
 from dflash.target import fast_capture as fast_target
 from dflash.target.capture import Target
 from dflash.target.features import OnlineFeatures
+from dflash.target.random_weights import SHAPES, random_config
 from dflash.train.plan import Planner
 from dflash.train.settings import TrainOptions
 from dflash.train.step import Replica
@@ -97,57 +96,42 @@ FULL = StepShape()
 
 def make_target(case: Case, device: torch.device, seed: int = 0) -> Target:
     """A random target on its device; seeded, so that it is the same at every call."""
-    shape = case.shape
+    from transformers import AutoModelForCausalLM
+
     torch.manual_seed(seed)
-    if case.hybrid:
-        target = make_hybrid(
-            TargetShape(
-                tokens=shape.tokens,
-                layers=case.target_layers,
-                depth=case.target_layers,
-                captured=shape.captured,
-                hidden=shape.hidden,
-                intermediate=shape.intermediate,
-                vocab=shape.vocab,
-            ),
-            device,
-            case.dtype,
-        )
-    else:
-        target = _make_llama(case, device)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(_target_config(case), dtype=case.dtype, attn_implementation="sdpa")
+    target = Target(model.eval(), layer_ids=case.captured())
     if case.fast_capture:
         fast_target.attach(target)
     return target
 
 
-def _make_llama(case: Case, device: torch.device) -> Target:
-    from transformers import LlamaConfig, LlamaForCausalLM
+def _target_config(case: Case):
+    from transformers import LlamaConfig
 
     shape = case.shape
-    config = LlamaConfig(
+    sizes = dict(
         vocab_size=shape.vocab,
         hidden_size=shape.hidden,
         intermediate_size=shape.intermediate,
         num_hidden_layers=case.target_layers,
+        tie_word_embeddings=True,
+    )
+    if case.hybrid:
+        config = random_config("random:qwen3.6-27b")
+        return type(config)(**SHAPES["qwen3.6-27b"] | sizes)
+    return LlamaConfig(
+        **sizes,
         num_attention_heads=shape.heads,
         num_key_value_heads=shape.kv_heads,
         head_dim=shape.head_dim,
         max_position_embeddings=shape.tokens,
-        tie_word_embeddings=True,
         initializer_range=0.05,
         bos_token_id=None,
         eos_token_id=None,
         pad_token_id=0,
     )
-    config._attn_implementation = "sdpa"
-    before = torch.get_default_dtype()
-    try:
-        torch.set_default_dtype(case.dtype)
-        with torch.device(device):
-            model = LlamaForCausalLM(config)
-    finally:
-        torch.set_default_dtype(before)
-    return Target(model, layer_ids=case.captured())
 
 
 def make_packs(case: Case, seed: int = 0) -> list[Pack]:
