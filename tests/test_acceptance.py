@@ -74,7 +74,7 @@ def test_walk_equals_decoding(options):
 
 
 def test_batched_drafts_are_the_training_forward_and_the_decoders():
-    from dflash.drafter.masks import AnchorSet, document_ids
+    from dflash.drafter.masks import AnchorSet
 
     target = tiny_target()
     pack, _, source = make_pack(target)
@@ -87,13 +87,8 @@ def test_batched_drafts_are_the_training_forward_and_the_decoders():
     ids = pack.input_ids[begin : begin + size]
     ours = draft_hidden(drafter, context, ids[anchors], anchors)
     with torch.no_grad():
-        trained = drafter._denoise(
-            features,
-            pack.input_ids,
-            pack.position_ids,
-            AnchorSet(anchors + begin, torch.ones(4, dtype=torch.bool)),
-            document_ids(pack.lengths, len(pack.input_ids)),
-        )
+        places = AnchorSet(anchors + begin, torch.ones(4, dtype=torch.bool))
+        trained = drafter.draft(*drafter.pack_inputs(features, pack.input_ids, pack.position_ids, places, pack.lengths))
     torch.testing.assert_close(ours, trained, atol=1e-5, rtol=1e-5)
     for row, anchor in enumerate(anchors.tolist()):
         context = drafter.new_context()

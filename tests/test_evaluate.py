@@ -37,7 +37,7 @@ PROMPTS = [Prompt((3, 17, 5, 42), "one"), Prompt((8, 11, 29, 33, 2, 50), "two"),
 @pytest.mark.parametrize("kind", ["dense", "hybrid"])
 def test_float32_text_is_exact(kind):
     target = tiny_target(kind)
-    results = evaluate_prompts(target, random_drafter(target), PROMPTS, 24)
+    results = list(evaluate_prompts(target, random_drafter(target), PROMPTS, 24))
     summary = summarize_prompts(results, 5)
     assert summary["exact"] == summary["compared"] == 3 and summary["lossless"] is True
     assert [result.difference for result in results] == [None] * 3

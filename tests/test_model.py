@@ -7,7 +7,7 @@ import torch
 
 from dflash.drafter.config import DrafterConfig, create_drafter_config, rope_theta_of
 from dflash.drafter.layers import rotary_tables
-from dflash.drafter.masks import AnchorSet, document_ids
+from dflash.drafter.masks import AnchorSet
 from dflash.drafter.model import DFlashDrafter
 from dflash.drafter.warm_start import warm_start
 from dflash.errors import ConfigError
@@ -52,8 +52,8 @@ def every_anchor(*positions):
 
 
 def hidden_of(drafter, pack, anchors):
-    documents = document_ids(pack["lengths"], pack["input_ids"].shape[1])
-    return drafter._denoise(pack["all_hidden_states"], pack["input_ids"][0], pack["position_ids"][0], anchors, documents)
+    tensors = pack["all_hidden_states"], pack["input_ids"][0], pack["position_ids"][0]
+    return drafter.draft(*drafter.pack_inputs(*tensors, anchors, pack["lengths"]))
 
 
 def test_default_config_is_the_27b_drafter():

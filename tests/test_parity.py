@@ -78,10 +78,10 @@ def test_wrong_mask_token_in_decoding_is_named(case, monkeypatch):
     target, drafter, source, pack = case
     real = type(drafter).propose
 
-    def other(self, context, anchor_token, slots=None):
+    def other(self, context, anchor_token):
         self.mask_token_id -= 1
         try:
-            return real(self, context, anchor_token, slots)
+            return real(self, context, anchor_token)
         finally:
             self.mask_token_id += 1
 

@@ -11,15 +11,16 @@ All of them read the same rule (`masks.visibility`); `triton` has it in the form
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from dflash.drafter import kernels
-from dflash.drafter.masks import AnchorSet, MaskMod, dense_mask, visibility
+from dflash.drafter.masks import AnchorSet, MaskMod, dense_mask, pack_ranges, seen_context, visibility
 from dflash.errors import ConfigError
 
 BACKENDS = ("flex", "triton", "sdpa", "sdpa_chunked")
@@ -103,9 +104,8 @@ class AttentionMask:
         from dflash.drafter.kernels.attention import make_ranges
 
         if group not in self._ranges:
-            self._ranges[group] = make_ranges(
-                self.anchors.positions, self.anchors.valid, self.doc_ids, self.block_size, group, self.sliding_window
-            )
+            lo, hi = pack_ranges(self.anchors, self.doc_ids, self.sliding_window)
+            self._ranges[group] = make_ranges(lo, hi, self.context, self.block_size, group)
         return self._ranges[group]
 
     @cached_property
@@ -114,24 +114,87 @@ class AttentionMask:
 
         Anchors are sorted, so neighbours share documents and each slice is short. Reads positions on the host.
         """
-        positions = self.anchors.positions.cpu()
-        valid = self.anchors.valid.cpu()
-        documents = self.doc_ids.cpu()
-        starts = torch.searchsorted(documents.where(documents >= 0, documents.max() + 1), documents[positions])
+        device, size = self.doc_ids.device, self.block_size
+        lows, highs = (x.cpu() for x in pack_ranges(self.anchors, self.doc_ids, self.sliding_window))
         pieces = []
-        for first in range(0, len(positions), ANCHORS_PER_CHUNK):
-            index = slice(first, first + ANCHORS_PER_CHUNK)
-            alive = valid[index]
-            c_start = int(starts[index][alive].min()) if alive.any() else 0
-            c_end = int(positions[index][alive].max()) if alive.any() else 0
-            documents_here = self.doc_ids[c_start : max(c_end, c_start) + 1]
-            inside = (self.anchors.positions[index] - c_start).clamp(0, len(documents_here) - 1)  # padding lies anywhere
-            part = AttentionMask(
-                AnchorSet(inside, self.anchors.valid[index]), documents_here, self.block_size, self.sliding_window
-            )
-            q_start, q_end = first * self.block_size, first * self.block_size + part.queries
-            pieces.append((q_start, q_end, c_start, c_start + part.context, part.dense))
+        for first in range(0, len(lows), ANCHORS_PER_CHUNK):
+            lo, hi = lows[first : first + ANCHORS_PER_CHUNK], highs[first : first + ANCHORS_PER_CHUNK]
+            some = hi > lo
+            c_start, c_end = (int(lo[some].min()), int(hi[some].max())) if some.any() else (0, 0)
+            position = torch.arange(c_start, c_end)
+            seen = (position >= lo[:, None]) & (position < hi[:, None])  # [anchors, c_end - c_start]
+            own = torch.eye(len(lo), dtype=torch.bool).repeat_interleave(size, 1)
+            allowed = torch.cat([seen, own], 1).repeat_interleave(size, 0).to(device)
+            pieces.append((first * size, (first + len(lo)) * size, c_start, c_end, allowed))
         return pieces
+
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v over [context | slots] -> what the heads give
+
+
+class PackMask:
+    """Who sees whom in a training pack, for each sliding window that a drafter's layers have.
+
+    Args:
+        anchors, doc_ids, block_size: see `AttentionMask`. backend, max_dense_bytes: see `attention`.
+    """
+
+    def __init__(self, anchors: AnchorSet, doc_ids: Tensor, block_size: int, backend: str, max_dense_bytes: int):
+        self.backend, self.max_dense_bytes = backend, max_dense_bytes
+        self._view = cache(lambda window: AttentionMask(anchors, doc_ids, block_size, window))
+
+    def attend(self, sliding_window: int | None) -> Attend:
+        return lambda q, k, v: attention(q, k, v, self._view(sliding_window), self.backend, self.max_dense_bytes)
+
+
+class DocumentMask:
+    """Who sees whom where blocks are drafted over the cached context of one document that begins at position 0.
+
+    Args:
+        anchors: [C] int64, at most the context's length; of blocks of `block_size` slots.
+    """
+
+    def __init__(self, anchors: Tensor, block_size: int):
+        self.anchors, self.block_size = anchors, block_size
+        self.attend = cache(self._attend)
+
+    def _attend(self, sliding_window: int | None) -> Attend:
+        lo, hi = seen_context(self.anchors, 0, sliding_window)
+        return self._one(int(lo), int(hi)) if lo.numel() == 1 else self._several(lo, hi)
+
+    def _one(self, lo: int, hi: int) -> Attend:
+        """A single block: everything that it may see, and nothing else, is in the keys."""
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            context = k.shape[2] - self.block_size
+
+            def visible(x: Tensor) -> Tensor:
+                return x[:, :, lo:] if hi == context else torch.cat([x[:, :, lo:hi], x[:, :, context:]], 2)
+
+            return scaled_dot_product_attention(q, visible(k), visible(v), enable_gqa=q.shape[1] != k.shape[1])
+
+        return attend
+
+    def _several(self, lo: Tensor, hi: Tensor) -> Attend:
+        """One batch entry for each block, with its own copy of the context's keys."""
+        count, size, length = lo.shape[0], self.block_size, int(hi.max())
+        position = torch.arange(length, device=lo.device)
+        seen = (position >= lo[:, None]) & (position < hi[:, None])
+        mask = torch.cat([seen, seen.new_ones(count, size)], 1)[:, None, None]  # [C, 1, 1, n + S]
+
+        def blocks(x: Tensor) -> Tensor:  # [1, heads, C*S, D] -> [C, heads, S, D]
+            return x[0].unflatten(1, (count, size)).transpose(0, 1)
+
+        def keys(x: Tensor) -> Tensor:  # [1, Nkv, context + C*S, D] -> [C, Nkv, n + S, D]
+            context = x.shape[2] - count * size
+            return torch.cat([x[:, :, :length].expand(count, -1, -1, -1), blocks(x[:, :, context:])], 2)
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            gqa = q.shape[1] != k.shape[1]
+            out = scaled_dot_product_attention(blocks(q), keys(k), keys(v), attn_mask=mask, enable_gqa=gqa)
+            return out.transpose(0, 1).flatten(1, 2)[None]  # [1, heads, C*S, D]
+
+        return attend
 
 
 def attention(

@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dflash.drafter import kernels
-from dflash.drafter.attention import attention
 
 if TYPE_CHECKING:
-    from dflash.drafter.attention import AttentionMask
+    from dflash.drafter.attention import PackMask
+    from dflash.drafter.blocks import Blocks, PackContext
     from dflash.drafter.layers import Rotary
     from dflash.drafter.model import DFlashDrafter
 
@@ -54,44 +54,29 @@ def _context_keys_values(drafter: DFlashDrafter, features: Tensor) -> tuple[Tens
     return F.linear(context, torch.cat(projections)).split(projections[0].shape[0], 1)
 
 
-def denoise_rows(
-    drafter: DFlashDrafter,
-    features: Tensor,
-    tokens: Tensor,
-    context_positions: Tensor,
-    draft_positions: Tensor,
-    masks: list[AttentionMask],
-    backend: str,
-    rows: Tensor,
-) -> Tensor:
-    """Final-normed hidden states of the draft slots `rows`.
-
-    Args:
-        features: [T, N*H]. tokens: [A + 1], the anchors' tokens and the mask token. context_positions [T] and
-            draft_positions [Q]: for the rotary. masks: one per layer. rows: [R] distinct indices of draft slots.
-
-    Returns: [R, H].
-    """
-    from dflash.drafter.kernels.blocks import Mlp, ProjectQKV, TakeRows
+def draft_rows(drafter: DFlashDrafter, blocks: Blocks, context: PackContext, mask: PackMask, rows: Tensor) -> Tensor:
+    """Final-normed hidden states of the draft slots `rows` alone: [R, H]; see `DFlashDrafter.draft`."""
+    from dflash.drafter.kernels.blocks import Mlp, Projection, ProjectQKV, TakeRows
     from dflash.drafter.kernels.pointwise import AddNorm
 
-    slots = drafter.block_size
-    at = torch.arange(draft_positions.shape[0], device=tokens.device)
-    row_map = torch.where(at % slots == 0, at // slots, tokens.shape[0] - 1)  # [Q] -> row of `distinct`
-    distinct = F.embedding(tokens, drafter.embed_tokens)  # [A + 1, H]
-    context = _context_keys_values(drafter, features)
-    context_rotary, rotary = _half(drafter._rotary(context_positions)), _half(drafter._rotary(draft_positions))
+    slots, count = drafter.block_size, blocks.tokens.shape[0]
+    at = torch.arange(count * slots, device=rows.device)
+    row_map = torch.where(at % slots == 0, at // slots, count)  # [Q] -> row of `distinct`
+    mask_token = torch.full_like(blocks.tokens[:1], drafter.mask_token_id)
+    distinct = F.embedding(torch.cat([blocks.tokens, mask_token]), drafter.embed_tokens)  # [A + 1, H]
+    seen = _context_keys_values(drafter, context.features[0].to(drafter.fc.weight.dtype))
+    rotaries = _half(drafter._rotary(context.positions)), _half(drafter._rotary(blocks.slot_positions(slots)))
 
     x, delta = distinct.index_select(0, row_map), None
-    for i, (layer, mask) in enumerate(zip(drafter.layers, masks, strict=True)):
+    for i, (layer, window) in enumerate(zip(drafter.layers, drafter.windows, strict=True)):
         a, norm = layer.self_attn, layer.input_layernorm
         weights = (norm.weight, a.q_proj.weight, a.k_proj.weight, a.v_proj.weight, a.q_norm.weight, a.k_norm.weight)
-        rest = (context[2 * i], context[2 * i + 1], context_rotary, rotary, norm.eps)
+        tensors = (*seen[2 * i : 2 * i + 2], *weights)
         if i == 0:
-            _, q, k, v = ProjectQKV.apply(distinct, None, *weights, *rest, row_map, slots)
+            _, q, k, v = ProjectQKV.apply(Projection(*rotaries, norm.eps, slots, row_map), distinct, None, *tensors)
         else:
-            x, q, k, v = ProjectQKV.apply(x, delta, *weights, *rest, None, slots)
-        out = attention(q, k, v, mask, backend, drafter.max_dense_bytes)  # [1, Nq, Q, D]
+            x, q, k, v = ProjectQKV.apply(Projection(*rotaries, norm.eps, slots), x, delta, *tensors)
+        out = mask.attend(window)(q, k, v)  # [1, Nq, Q, D]
         out = out[0].transpose(0, 1).reshape(out.shape[2], -1)  # [Q, Nq * D]
         if i == len(drafter.layers) - 1:
             x, out = TakeRows.apply(x, rows), TakeRows.apply(out, rows)

@@ -5,10 +5,13 @@ The stack is Qwen3's. Shape letters are those of the design: Q draft slots, H hi
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dflash.drafter.attention import Attend
 from dflash.drafter.config import DrafterConfig
 
 Rotary = tuple[Tensor, Tensor]  # cos, sin, each [positions, D] float32
@@ -64,7 +67,7 @@ class DraftAttention(nn.Module):
         k = apply_rotary(self.k_norm(self._heads(self.k_proj(x))), rotary)
         return k, self._heads(self.v_proj(x))
 
-    def forward(self, x: Tensor, context_kv: tuple[Tensor, Tensor], rotary: Rotary, attend) -> Tensor:
+    def forward(self, x: Tensor, context_kv: tuple[Tensor, Tensor], rotary: Rotary, attend: Attend) -> Tensor:
         q = apply_rotary(self.q_norm(self._heads(self.q_proj(x))), rotary)  # [1, Nq, Q, D]
         k, v = self.keys_values(x, rotary)
         out = attend(q, torch.cat([context_kv[0], k], 2), torch.cat([context_kv[1], v], 2))  # [1, Nq, Q, D]
@@ -88,18 +91,10 @@ class DraftLayer(nn.Module):
             }
         )
 
-    def forward(
-        self,
-        x: Tensor,
-        context_kv: tuple[Tensor, Tensor] | None,
-        rotary: Rotary,
-        attend,
-        context: tuple[Tensor, Rotary] | None = None,
-    ) -> Tensor:
-        """x: [1, Q, H]. The context is given as keys and values, or as its states [1, T, H] with their rotary tables:
-        then all that uses this layer's weights happens inside this call, which is when they are there if sharded."""
-        if context_kv is None:
-            context_kv = self.self_attn.keys_values(*context)
+    def forward(self, x: Tensor, context: tuple[Tensor, Any], rotary: Rotary, attend: Attend, cached: bool) -> Tensor:
+        """x: [1, Q, H]. The context is given as keys and values (`cached`), or as its states [1, T, H] with their rotary
+        tables: then all that uses this layer's weights happens inside this call, when they are there if sharded."""
+        context_kv = context if cached else self.self_attn.keys_values(*context)
         x = x + self.self_attn(self.input_layernorm(x), context_kv, rotary, attend)  # [1, Q, H]
         y = self.post_attention_layernorm(x)
         return x + self.mlp["down_proj"](F.silu(self.mlp["gate_proj"](y)) * self.mlp["up_proj"](y))

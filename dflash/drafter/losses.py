@@ -7,7 +7,8 @@ logits, one for the gradient, one more for the teacher with soft labels: the lea
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,6 +51,23 @@ def describe_decay(block_size: int, gamma: float | None) -> str:
 
 
 @dataclass(frozen=True)
+class HeadPass:
+    """How rows go through the head, which changes nothing of the loss beyond rounding.
+
+    chunk_rows: rows whose logits exist at once. `peak_bytes` says what that costs.
+    teacher_spans: per chunk, the range of teacher rows it uses (`head_plan.teacher_spans`); needed with teacher_rows on
+        the fused path.
+    fused: use the Triton kernels; None: where they run.
+    head_fp8: the same head quantized; the logits go through it, the gradient's product through the head itself.
+    """
+
+    chunk_rows: int = DEFAULT_CHUNK_ROWS
+    teacher_spans: list[tuple[int, int]] | None = None
+    fused: bool | None = None
+    head_fp8: Fp8Head | None = None
+
+
+@dataclass(frozen=True)
 class HeadLoss:
     """What one pass over the head gives: `loss` scalar float32; per row `row_loss` and `prediction` (argmax), [R]."""
 
@@ -69,8 +87,8 @@ class _ChunkedHeadLoss(torch.autograd.Function):
     """sum_r scale_r * l_r with l_r = CE(labels_r) or KL(teacher_r || draft_r); gradient for `hidden` only."""
 
     @staticmethod
-    def forward(ctx, hidden, head, labels, teacher_hidden, scale, chunk_rows, head_fp8):
-        rows = hidden.shape[0]
+    def forward(ctx, hidden, head, labels, teacher_hidden, scale, how):
+        rows, chunk_rows, head_fp8 = hidden.shape[0], how.chunk_rows, how.head_fp8
         row_loss = torch.empty(rows, dtype=torch.float32, device=hidden.device)
         prediction = torch.empty(rows, dtype=torch.int64, device=hidden.device)
         grad = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
@@ -98,7 +116,7 @@ class _ChunkedHeadLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_loss, _row_loss, _prediction):
         (grad,) = ctx.saved_tensors
-        return grad * grad_loss.to(grad.dtype), None, None, None, None, None, None
+        return grad * grad_loss.to(grad.dtype), None, None, None, None, None
 
 
 class _FusedHeadLoss(torch.autograd.Function):
@@ -108,9 +126,10 @@ class _FusedHeadLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, head, labels, teacher_hidden, teacher_rows, teacher_spans, scale, chunk_rows, head_fp8):
+    def forward(ctx, hidden, head, labels, teacher_hidden, teacher_rows, scale, how):
         from dflash.drafter.kernels.head_loss import hard_loss_, soft_loss_
 
+        chunk_rows, head_fp8, teacher_spans = how.chunk_rows, how.head_fp8, how.teacher_spans
         rows, size = hidden.shape[0], head.shape[0] if head_fp8 is None else head_fp8.width
         row_loss = torch.empty(rows, dtype=torch.float32, device=hidden.device)
         prediction = torch.empty(rows, dtype=torch.int64, device=hidden.device)
@@ -137,7 +156,7 @@ class _FusedHeadLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_loss, _row_loss, _prediction):
         (grad,) = ctx.saved_tensors
-        return grad * grad_loss.to(grad.dtype), None, None, None, None, None, None, None, None
+        return grad * grad_loss.to(grad.dtype), None, None, None, None, None, None
 
 
 def chunked_head_loss(
@@ -148,10 +167,7 @@ def chunked_head_loss(
     labels: Tensor | None = None,
     teacher_hidden: Tensor | None = None,
     teacher_rows: Tensor | None = None,
-    teacher_spans: list[tuple[int, int]] | None = None,
-    chunk_rows: int = DEFAULT_CHUNK_ROWS,
-    fused: bool | None = None,
-    head_fp8: Fp8Head | None = None,
+    **how: Any,
 ) -> HeadLoss:
     """Loss of draft hidden states through a frozen head.
 
@@ -162,29 +178,23 @@ def chunked_head_loss(
             distribution through the same head is the soft label (the loss is KL(target || drafter)).
         teacher_rows: [R] int; row r's teacher is teacher_hidden[teacher_rows[r]] (then [U, H]), so that blocks that
             overlap share the teacher's logits. None: one teacher row per row.
-        teacher_spans: per chunk, the range of teacher rows it uses (`head_plan.teacher_spans`); needed with
-            teacher_rows on the fused path.
-        chunk_rows: rows whose logits exist at once. `peak_bytes` says what that costs.
-        fused: use the Triton kernels; None: where they run.
-        head_fp8: the same head quantized; the logits go through it, the gradient's product through `head`.
+        how: fields of `HeadPass`.
 
     Raises: ConfigError when not exactly one of labels and teacher_hidden is given.
     """
     if (labels is None) == (teacher_hidden is None):
         raise ConfigError("give exactly one of labels (hard) and teacher_hidden (soft)")
-    if fused is None:
-        fused = kernels.usable(hidden.device)
-    if fused:
+    way, rows = HeadPass(**how), hidden.shape[0]
+    if kernels.usable(hidden.device) if way.fused is None else way.fused:
         if teacher_hidden is not None and teacher_rows is None:
-            rows = hidden.shape[0]
             teacher_rows = torch.arange(rows, dtype=torch.int32, device=hidden.device)
-            teacher_spans = [(start, min(start + chunk_rows, rows)) for start in range(0, rows, chunk_rows)]
-        teacher = (teacher_hidden, teacher_rows, teacher_spans)
-        outputs = _FusedHeadLoss.apply(hidden, head, labels, *teacher, scale, chunk_rows, head_fp8)
+            starts = range(0, rows, way.chunk_rows)
+            way = replace(way, teacher_spans=[(start, min(start + way.chunk_rows, rows)) for start in starts])
+        outputs = _FusedHeadLoss.apply(hidden, head, labels, teacher_hidden, teacher_rows, scale, way)
     else:
         if teacher_rows is not None:
             teacher_hidden = teacher_hidden[teacher_rows]
-        outputs = _ChunkedHeadLoss.apply(hidden, head, labels, teacher_hidden, scale, chunk_rows, head_fp8)
+        outputs = _ChunkedHeadLoss.apply(hidden, head, labels, teacher_hidden, scale, way)
     loss, row_loss, prediction = outputs
     return HeadLoss(loss, row_loss, prediction)
 

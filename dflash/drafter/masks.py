@@ -10,6 +10,9 @@ A query of the block anchored at position a sees
   * every slot of its own block, in both directions.
 It sees nothing else: no later context, no other block, no other document. A padding anchor (valid False) sees only
 its own block, so no row is ever fully masked.
+
+A document is contiguous, so the context that a block sees is one range, lo <= p < hi (`seen_context`). Training masks,
+kernels, decoding and acceptance all read that range.
 """
 
 from __future__ import annotations
@@ -105,25 +108,32 @@ def sample_anchors(
     return AnchorSet(positions, valid)
 
 
+def seen_context(anchors: Tensor, starts: Tensor | int, sliding_window: int | None = None) -> tuple[Tensor, Tensor]:
+    """Context positions lo <= p < hi that the blocks at `anchors` [A] see, in documents that begin at `starts`."""
+    if sliding_window is None:
+        return torch.zeros_like(anchors) + starts, anchors
+    return (anchors - sliding_window).clamp(min=starts), anchors
+
+
+def pack_ranges(anchors: AnchorSet, doc_ids: Tensor, sliding_window: int | None = None) -> tuple[Tensor, Tensor]:
+    """`seen_context` of a pack's blocks, lo and hi [A]; padding anchors see none of it."""
+    ordered = torch.where(doc_ids >= 0, doc_ids, doc_ids.shape[0])
+    lo, hi = seen_context(anchors.positions, torch.searchsorted(ordered, ordered[anchors.positions]), sliding_window)
+    return torch.where(anchors.valid, lo, 0), torch.where(anchors.valid, hi, 0)
+
+
 def visibility(anchors: AnchorSet, doc_ids: Tensor, block_size: int, sliding_window: int | None = None) -> MaskMod:
     """The rule above as a `mask_mod(batch, head, query, key) -> bool` for flex_attention.
 
     The tensors are captured, so a new pack with the same shapes does not recompile the kernel.
     """
     total = doc_ids.shape[0]
-    positions, valid = anchors.positions, anchors.valid
-    anchor_document = doc_ids[positions]
-    window = total if sliding_window is None else sliding_window
+    lo, hi = pack_ranges(anchors, doc_ids, sliding_window)
 
     def mask_mod(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         block = query // block_size
-        anchor = positions[block]
-        is_context = key < total
-        context = torch.where(is_context, key, 0)
-        before_anchor = (context < anchor) & (context >= anchor - window)
-        same_document = doc_ids[context] == anchor_document[block]
-        sees_context = is_context & before_anchor & same_document & valid[block]
-        own_block = (~is_context) & ((key - total) // block_size == block)
+        sees_context = (key >= lo[block]) & (key < hi[block])  # hi is at most T, so key is a context position
+        own_block = (key >= total) & ((key - total) // block_size == block)
         return sees_context | own_block
 
     return mask_mod

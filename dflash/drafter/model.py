@@ -11,6 +11,7 @@ V vocabulary, Vd draft vocabulary, Nq / Nkv heads, D head_dim.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,22 +19,54 @@ from torch import Tensor, nn
 
 from dflash.devices import to_device
 from dflash.drafter import fast_path, fp8_head
-from dflash.drafter.attention import DEFAULT_MAX_DENSE_BYTES, AttentionMask, attention, default_backend
+from dflash.drafter.attention import DEFAULT_MAX_DENSE_BYTES, DocumentMask, PackMask, default_backend
+from dflash.drafter.blocks import Blocks, DraftContext, PackContext
 from dflash.drafter.config import DrafterConfig
 from dflash.drafter.head_plan import HeadPlan, teacher_spans
 from dflash.drafter.layers import DraftLayer, RMSNorm, Rotary, rotary_tables
-from dflash.drafter.losses import DEFAULT_CHUNK_ROWS, block_metrics, chunked_head_loss, decay_weights, loss_scale
+from dflash.drafter.losses import DEFAULT_CHUNK_ROWS, HeadPass, block_metrics, chunked_head_loss, decay_weights, loss_scale
 from dflash.drafter.masks import AnchorSet, document_ids, sample_anchors
 from dflash.errors import ConfigError
 
 
-@dataclass
-class DraftContext:
-    """Keys and values of the accepted context, per layer, grown while decoding. Never cropped: only verified
-    tokens' features enter it."""
+@dataclass(frozen=True)
+class Running:
+    """How a drafter computes, which changes nothing of what it is.
 
-    layers: list[tuple[Tensor, Tensor]]  # each [1, Nkv, n, D]
-    length: int = 0
+    attention_backend: "flex", "sdpa", "sdpa_chunked", or None for the device's default at call time.
+    max_dense_bytes: bound of the dense backends.
+    loss_chunk_rows: rows of logits alive at once; None takes what suits the device.
+    fast_path: train over the Triton kernels (`fast_path`); None: where they run.
+    head_precision: "same", or "fp8" for training logits through a quantized copy of the frozen head (`fp8_head`);
+        decoding and evaluation keep the head's own dtype.
+    """
+
+    attention_backend: str | None = None
+    max_dense_bytes: int = DEFAULT_MAX_DENSE_BYTES
+    loss_chunk_rows: int | None = None
+    fast_path: bool | None = None
+    head_precision: str = "same"
+
+    def __post_init__(self) -> None:
+        if self.head_precision not in fp8_head.PRECISIONS:
+            raise ConfigError(f"head_precision must be {' or '.join(fp8_head.PRECISIONS)}, got {self.head_precision!r}")
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What a training forward minimises.
+
+    use_soft_labels: KL to the target's distribution instead of cross entropy to the token.
+    gamma: decay of the slot weights; None is uniform.
+    reduction: "weight_mean" or "token_mean".
+    denominator: what the weighted sum is divided by, instead of this pack's own reduction; the total over a step's
+        packs makes their losses and gradients add up.
+    """
+
+    use_soft_labels: bool = False
+    gamma: float | None = 10.0
+    reduction: str = "weight_mean"
+    denominator: float | None = None
 
 
 class DFlashDrafter(nn.Module):
@@ -44,12 +77,7 @@ class DFlashDrafter(nn.Module):
         target_layer_ids: N layer ids; id l is the output of target layer l.
         block_size: S. max_anchors: A of a training step.
         mask_token_id: the token in slots 1..S-1; must lie inside the embedding.
-        attention_backend: "flex", "sdpa", "sdpa_chunked", or None for the device's default at call time.
-        max_dense_bytes: bound of the dense backends.
-        loss_chunk_rows: rows of logits alive at once; None takes what suits the device.
-        fast_path: train over the Triton kernels (`fast_path`); None: where they run.
-        head_precision: "same", or "fp8" for training logits through a quantized copy of the frozen head (`fp8_head`);
-            decoding and evaluation keep the head's own dtype.
+        running: fields of `Running`; each is an attribute that may be set later, too.
 
     Raises: ConfigError for a block size below 2, no anchors, no layer ids, a mask token outside the vocabulary, or an
         unknown head_precision.
@@ -62,12 +90,7 @@ class DFlashDrafter(nn.Module):
         block_size: int = 32,
         max_anchors: int = 1024,
         mask_token_id: int = 248070,
-        *,
-        attention_backend: str | None = None,
-        max_dense_bytes: int = DEFAULT_MAX_DENSE_BYTES,
-        loss_chunk_rows: int | None = None,
-        fast_path: bool | None = None,
-        head_precision: str = "same",
+        **running: Any,
     ):
         super().__init__()
         if block_size < 2:
@@ -78,18 +101,13 @@ class DFlashDrafter(nn.Module):
             raise ConfigError(f"target_layer_ids must be distinct layer ids >= 0, got {list(target_layer_ids)}")
         if not 0 <= mask_token_id < config.vocab_size:
             raise ConfigError(f"mask_token_id {mask_token_id} lies outside the vocabulary of {config.vocab_size}")
-        if head_precision not in fp8_head.PRECISIONS:
-            raise ConfigError(f"head_precision must be {' or '.join(fp8_head.PRECISIONS)}, got {head_precision!r}")
+        for name, value in vars(Running(**running)).items():
+            setattr(self, name, value)
         self.config = config
         self.target_layer_ids = list(target_layer_ids)
         self.block_size = block_size
         self.max_anchors = max_anchors
         self.mask_token_id = mask_token_id
-        self.attention_backend = attention_backend
-        self.max_dense_bytes = max_dense_bytes
-        self.loss_chunk_rows = loss_chunk_rows
-        self.fast_path = fast_path
-        self.head_precision = head_precision
         self.anchor_generator = torch.Generator().manual_seed(0)
 
         h = config.hidden_size
@@ -165,6 +183,41 @@ class DFlashDrafter(nn.Module):
         codes, scales = self.head_codes.view(fp8_head.E4M3), self.head_scale_bits.view(torch.float32)
         return fp8_head.Fp8Head(codes, scales, self.head_columns, self.lm_head.shape[0])
 
+    # -- the forward ----------------------------------------------------------------------------------------------
+
+    def draft(
+        self, blocks: Blocks, context: PackContext | DraftContext, mask: PackMask | DocumentMask, rows: Tensor | None = None
+    ) -> Tensor:
+        """Final-normed states of the slots of some blocks, [A, S, H]; serves training, decoding and acceptance.
+
+        Args:
+            mask: who sees whom. rows: [R] distinct indices of the A * S slots; only their states are wanted, [R, H].
+        """
+        if rows is not None and self._fused():
+            return fast_path.draft_rows(self, blocks, context, mask, rows)
+        tokens = blocks.slot_tokens(self.block_size, self.mask_token_id)
+        x = F.embedding(tokens, self.embed_tokens)[None]  # [1, Q, H]
+        rotary = self._rotary(blocks.slot_positions(self.block_size))
+        if isinstance(context, DraftContext):
+            seen = context.layers
+        else:  # the layers make their own keys and values
+            features = self.hidden_norm(self.fc(context.features.to(self.fc.weight.dtype)))  # [1, T, H]
+            seen = [(features, self._rotary(context.positions))] * len(self.layers)
+        cached = isinstance(context, DraftContext)
+        for layer, window, own in zip(self.layers, self.windows, seen, strict=True):
+            x = layer(x, own, rotary, mask.attend(window), cached)
+        hidden = self.norm(x)[0]
+        return hidden.unflatten(0, (-1, self.block_size)) if rows is None else hidden.index_select(0, rows)
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """Each layer's sliding window."""
+        return self.config.sliding_window or (None,) * len(self.layers)
+
+    def _fused(self) -> bool:
+        """Whether training goes over the Triton kernels."""
+        return fast_path.applies(self) if self.fast_path is None else self.fast_path
+
     # -- training -------------------------------------------------------------------------------------------------
 
     def forward(
@@ -175,12 +228,8 @@ class DFlashDrafter(nn.Module):
         loss_mask: Tensor,
         lengths: Tensor,
         position_ids: Tensor,
-        use_soft_labels: bool = False,
-        gamma: float | None = 10.0,
-        *,
-        reduction: str = "weight_mean",
         anchors: AnchorSet | None = None,
-        denominator: float | None = None,
+        **objective: Any,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss of one pack.
 
@@ -189,132 +238,68 @@ class DFlashDrafter(nn.Module):
             verifier_last_hidden: [1, T, H], after the target's final norm, so that the head gives its logits.
             input_ids: [1, T] int64. loss_mask: [1, T] bool. position_ids: [1, T] int64, restarting per document.
             lengths: [documents] int64 on CPU or the pack's device, summing to at most T.
-            use_soft_labels: KL to the target's distribution instead of cross entropy to the token.
-            gamma: decay of the slot weights; None is uniform.
-            reduction: "weight_mean" or "token_mean".
             anchors: where blocks start; None draws them from `anchor_generator`.
-            denominator: what the weighted sum is divided by, instead of this pack's own reduction; the total over a
-                step's packs makes their losses and gradients add up.
+            objective: fields of `Objective`, such as `use_soft_labels` and `gamma`.
 
         Returns: the loss (scalar float32; exactly 0 with no supervised slot) and a dict of sums, see
         `losses.block_metrics`, with `loss`, `weight` and `supervised_slots`.
 
         Raises: ValueError naming the argument, the shape got and the shape wanted.
         """
+        wanted = Objective(**objective)
         self._check(all_hidden_states, verifier_last_hidden, input_ids, loss_mask, lengths, position_ids)
-        device = all_hidden_states.device
-        total = input_ids.shape[1]
         if anchors is None:
             anchors = sample_anchors(
                 loss_mask[0].cpu(), lengths.cpu(), self.block_size, self.max_anchors, self.anchor_generator
             )
-        _check_anchors(anchors, total)
+        _check_anchors(anchors, input_ids.shape[1])
         plan = HeadPlan.make(
             AnchorSet(anchors.positions.cpu(), anchors.valid.cpu()), loss_mask[0].cpu(), lengths.cpu(), self.block_size
         )
-        anchors = anchors.to(device)
-        documents = document_ids(to_device(lengths, device), total)
-        fast = fast_path.applies(self) if self.fast_path is None else self.fast_path
-        rows = plan.to(device)
-        inputs = (all_hidden_states, input_ids[0], position_ids[0], anchors, documents)
-        if fast:
-            hidden = self._denoise_fast(*inputs, rows.query)  # [R, H]
-        else:
-            hidden = self._denoise(*inputs).flatten(0, 1).index_select(0, rows.query)
-        chunk_rows = self.loss_chunk_rows or (fast_path.CHUNK_ROWS if fast else DEFAULT_CHUNK_ROWS)
-        spans = teacher_spans(plan.teacher_row, chunk_rows)
-        return self._loss(
-            hidden,
-            verifier_last_hidden[0],
-            input_ids[0],
-            rows,
-            use_soft_labels,
-            gamma,
-            reduction,
-            denominator,
-            chunk_rows,
-            spans,
-            fast,
+        rows = plan.to(all_hidden_states.device)
+        blocks, context, mask = self.pack_inputs(all_hidden_states, input_ids[0], position_ids[0], anchors, lengths)
+        hidden = self.draft(blocks, context, mask, rows.query)  # [R, H]
+        chunk_rows = self.loss_chunk_rows or (fast_path.CHUNK_ROWS if self._fused() else DEFAULT_CHUNK_ROWS)
+        how = HeadPass(
+            chunk_rows=chunk_rows,
+            teacher_spans=teacher_spans(plan.teacher_row, chunk_rows),
+            fused=self._fused(),
+            head_fp8=self.head_fp8,
+        )
+        return self._loss(hidden, verifier_last_hidden[0], input_ids[0], rows, wanted, how)
+
+    def pack_inputs(
+        self, all_hidden_states: Tensor, input_ids: Tensor, position_ids: Tensor, anchors: AnchorSet, lengths: Tensor
+    ) -> tuple[Blocks, PackContext, PackMask]:
+        """`draft`'s arguments for the blocks of a training pack; input_ids and position_ids [T]."""
+        device = all_hidden_states.device
+        anchors, documents = anchors.to(device), document_ids(to_device(lengths, device), input_ids.shape[0])
+        backend = self.attention_backend or default_backend(device)
+        return (
+            Blocks(input_ids[anchors.positions], position_ids[anchors.positions]),
+            PackContext(all_hidden_states, position_ids),
+            PackMask(anchors, documents, self.block_size, backend, self.max_dense_bytes),
         )
 
-    def _inputs(
-        self, position_ids: Tensor, anchors: AnchorSet, documents: Tensor
-    ) -> tuple[Tensor, list[AttentionMask], str]:
-        """Positions of the draft slots [Q], the mask of each layer, the attention backend."""
-        slots = torch.arange(self.block_size, device=position_ids.device)
-        positions = (position_ids[anchors.positions][:, None] + slots).flatten()
-        windows = self.config.sliding_window or (None,) * len(self.layers)
-        masks = {w: AttentionMask(anchors, documents, self.block_size, w) for w in set(windows)}
-        backend = self.attention_backend or default_backend(position_ids.device)
-        return positions, [masks[w] for w in windows], backend
-
-    def _denoise(
-        self, all_hidden_states: Tensor, input_ids: Tensor, position_ids: Tensor, anchors: AnchorSet, documents: Tensor
-    ) -> Tensor:
-        """Final-normed hidden states of every slot, [A, S, H]."""
-        draft_positions, masks, backend = self._inputs(position_ids, anchors, documents)
-        slots = torch.arange(self.block_size, device=input_ids.device)
-        tokens = torch.where(slots == 0, input_ids[anchors.positions][:, None], self.mask_token_id)  # [A, S]
-        context = self.hidden_norm(self.fc(all_hidden_states.to(self.fc.weight.dtype)))  # [1, T, H]
-        context_rotary = self._rotary(position_ids)
-        rotary = self._rotary(draft_positions)
-        x = F.embedding(tokens.flatten(), self.embed_tokens)[None]  # [1, Q, H]
-        for layer, layer_mask in zip(self.layers, masks, strict=True):
-
-            def attend(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask = layer_mask) -> Tensor:
-                return attention(q, k, v, mask, backend, self.max_dense_bytes)
-
-            x = layer(x, None, rotary, attend, (context, context_rotary))
-        return self.norm(x)[0].unflatten(0, (-1, self.block_size))
-
-    def _denoise_fast(
-        self,
-        all_hidden_states: Tensor,
-        input_ids: Tensor,
-        position_ids: Tensor,
-        anchors: AnchorSet,
-        documents: Tensor,
-        rows: Tensor,
-    ) -> Tensor:
-        """The same over the Triton kernels, for the draft slots `rows` [R] alone: [R, H]."""
-        draft_positions, masks, backend = self._inputs(position_ids, anchors, documents)
-        mask_token = torch.full_like(anchors.positions[:1], self.mask_token_id)
-        tokens = torch.cat([input_ids[anchors.positions], mask_token])  # [A + 1]
-        features = all_hidden_states[0].to(self.fc.weight.dtype)
-        return fast_path.denoise_rows(self, features, tokens, position_ids, draft_positions, masks, backend, rows)
-
     def _loss(
-        self,
-        hidden: Tensor,
-        last_hidden: Tensor,
-        input_ids: Tensor,
-        rows: HeadPlan,
-        use_soft_labels: bool,
-        gamma: float | None,
-        reduction: str,
-        denominator: float | None,
-        chunk_rows: int,
-        spans: list[tuple[int, int]],
-        fused: bool,
+        self, hidden: Tensor, last_hidden: Tensor, input_ids: Tensor, rows: HeadPlan, wanted: Objective, how: HeadPass
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss and metrics from the hidden states [R, H] of the supervised slots."""
         tokens = input_ids[rows.label_at]  # [R]
         labels = self.draft_index[tokens]  # -1 outside the draft vocabulary
-        decay = decay_weights(self.block_size, gamma, input_ids.device)[1:]
+        soft = wanted.use_soft_labels
+        decay = decay_weights(self.block_size, wanted.gamma, input_ids.device)[1:]
         weights = decay[rows.slot % (self.block_size - 1)]
-        if not use_soft_labels:
+        if not soft:
             weights = weights * (labels >= 0)
         result = chunked_head_loss(
             hidden,
             self.lm_head,
-            scale=loss_scale(weights, reduction, denominator),
-            labels=None if use_soft_labels else labels.clamp(min=0),
-            teacher_hidden=last_hidden[rows.teacher_at].to(hidden.dtype) if use_soft_labels else None,
-            teacher_rows=rows.teacher_row if use_soft_labels else None,
-            teacher_spans=spans,
-            chunk_rows=chunk_rows,
-            fused=fused,
-            head_fp8=self.head_fp8,
+            scale=loss_scale(weights, wanted.reduction, wanted.denominator),
+            labels=None if soft else labels.clamp(min=0),
+            teacher_hidden=last_hidden[rows.teacher_at].to(hidden.dtype) if soft else None,
+            teacher_rows=rows.teacher_row if soft else None,
+            **vars(how),
         )
         correct = torch.zeros_like(rows.supervised).flatten()
         correct[rows.slot] = self.draft_token_ids[result.prediction] == tokens
@@ -382,26 +367,12 @@ class DFlashDrafter(nn.Module):
         context.length += features.shape[1]
 
     @torch.no_grad()
-    def propose(self, context: DraftContext, anchor_token: int, slots: int | None = None) -> Tensor:
-        """Draft logits for slots 1..S-1 of the block whose anchor follows the context, [S-1, Vd].
-
-        Args:
-            slots: use a shorter block of this many slots (2..S).
-        """
-        size = self.block_size if slots is None else slots
-        tokens = torch.full((size,), self.mask_token_id, dtype=torch.int64, device=self.fc.weight.device)
-        tokens[0] = anchor_token
-        x = F.embedding(tokens, self.embed_tokens)[None]  # [1, S, H]
-        rotary = self._rotary(torch.arange(context.length, context.length + size, device=tokens.device))
-        windows = self.config.sliding_window or (None,) * len(self.layers)
-        for layer, window, (k, v) in zip(self.layers, windows, context.layers, strict=True):
-            start = 0 if window is None else max(0, k.shape[2] - window)
-
-            def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # everything present is visible
-                return F.scaled_dot_product_attention(q, k, v, enable_gqa=q.shape[1] != k.shape[1])
-
-            x = layer(x, (k[:, :, start:], v[:, :, start:]), rotary, attend)
-        return self.norm(x)[0, 1:] @ self.lm_head.T
+    def propose(self, context: DraftContext, anchor_token: int) -> Tensor:
+        """Draft logits for slots 1..S-1 of the block whose anchor follows the context, [S-1, Vd]."""
+        at = torch.tensor([context.length])
+        device = self.fc.weight.device
+        blocks = Blocks(torch.tensor([anchor_token], device=device), at.to(device))
+        return self.draft(blocks, context, DocumentMask(at, self.block_size))[0, 1:] @ self.lm_head.T
 
 
 def _check_anchors(anchors: AnchorSet, total: int) -> None:

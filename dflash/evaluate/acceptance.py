@@ -13,12 +13,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+from dflash.drafter.attention import DocumentMask
+from dflash.drafter.blocks import Blocks, DraftContext
 
 if TYPE_CHECKING:
     from dflash.data import Pack
-    from dflash.drafter.model import DFlashDrafter, DraftContext
+    from dflash.drafter.model import DFlashDrafter
 
 _KV_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}  # copies of context keys and values alive at once, per layer
 _MAX_BLOCKS = {"cpu": 32, "cuda": 512}  # on a CPU, what stays in its cache
@@ -67,37 +69,9 @@ def draft_hidden(drafter: DFlashDrafter, context: DraftContext, tokens: Tensor, 
         context: of at least max(anchors) tokens; a block sees those before its anchor. tokens: [C] at the anchors.
         anchors: [C] positions in the document.
     """
-    size, count = drafter.block_size, anchors.shape[0]
     device = drafter.fc.weight.device
-    tokens, anchors = tokens.to(device), anchors.to(device)
-    slots = torch.arange(size, device=device)
-    ids = torch.where(slots == 0, tokens[:, None], drafter.mask_token_id)  # [C, S]
-    x = F.embedding(ids.flatten(), drafter.embed_tokens)[None]  # [1, C*S, H]
-    rotary = drafter._rotary((anchors[:, None] + slots).flatten())
-    length = int(anchors.max())
-    windows = drafter.config.sliding_window or (None,) * len(drafter.layers)
-    own = torch.ones(count, size, dtype=torch.bool, device=device)
-    for layer, window, (k, v) in zip(drafter.layers, windows, context.layers, strict=True):
-        position = torch.arange(length, device=device)
-        seen = position < anchors[:, None]
-        if window is not None:
-            seen &= position >= anchors[:, None] - window
-        mask = torch.cat([seen, own], 1)[:, None, None]  # [C, 1, 1, n + S]
-
-        def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor = mask) -> Tensor:
-            def blocks(t: Tensor) -> Tensor:  # [1, heads, C*S, D] -> [C, heads, S, D]
-                return t[0].unflatten(1, (count, size)).transpose(0, 1)
-
-            def keys(t: Tensor) -> Tensor:  # [1, Nkv, n + C*S, D] -> [C, Nkv, n + S, D]
-                return torch.cat([t[:, :, :length].expand(count, -1, -1, -1), blocks(t[:, :, length:])], 2)
-
-            out = F.scaled_dot_product_attention(
-                blocks(q), keys(k), keys(v), attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1]
-            )
-            return out.transpose(0, 1).flatten(1, 2)[None]  # [1, heads, C*S, D]
-
-        x = layer(x, (k[:, :, :length], v[:, :, :length]), rotary, attend)
-    return drafter.norm(x)[0].unflatten(0, (count, size))
+    blocks = Blocks(tokens.to(device), anchors.to(device))
+    return drafter.draft(blocks, context, DocumentMask(blocks.positions, drafter.block_size))
 
 
 @torch.no_grad()

@@ -162,7 +162,6 @@ def speculative_generate(
     eos_token_ids: list[int] | None = None,
     *,
     max_draft: int | None = None,
-    rule: GreedyRule | SampledRule | ForcedRule | None = None,
 ) -> DecodeResult:
     """Continue a prompt with a drafter.
 
@@ -172,18 +171,30 @@ def speculative_generate(
         eos_token_ids: tokens that end the text, kept as its last token; None takes all of the target's.
         max_draft: verify only this many drafts of each block (None: all S-1). Late slots seldom stand; leaving them out
             makes a target call cheaper where it is not bound by memory.
-        rule: how drafts are drawn and judged, in place of the one the temperature implies.
 
     Raises: ConfigError when the drafter reads other layers than the target captures, for an empty prompt, or a
         max_new_tokens below 1.
     """
     prompt, stops = _checked(target, prompt_ids, max_new_tokens, eos_token_ids)
+    rule = SampledRule(temperature, generator) if temperature else GreedyRule()
+    return decode(target, drafter, prompt, max_new_tokens, rule, stops, max_draft)
+
+
+def decode(
+    target: Target,
+    drafter: DFlashDrafter,
+    prompt: list[int],
+    max_new_tokens: int,
+    rule: GreedyRule | SampledRule | ForcedRule,
+    stops: frozenset[int] = frozenset(),
+    max_draft: int | None = None,
+) -> DecodeResult:
+    """`speculative_generate` by a rule that says how drafts are drawn and judged."""
     if list(target.layer_ids) != list(drafter.target_layer_ids):
         raise ConfigError(
             f"the target captures layers {list(target.layer_ids)}, the drafter reads {drafter.target_layer_ids}; load "
             f"the target with layer_ids={drafter.target_layer_ids}"
         )
-    rule = rule or (SampledRule(temperature, generator) if temperature else GreedyRule())
     most = drafter.block_size - 1 if max_draft is None else max(0, max_draft)
     where = drafter.fc.weight.device
     session, context = TargetSession(target, 2 * drafter.block_size), drafter.new_context()

@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dflash.drafter.masks import AnchorSet, document_ids
-from dflash.drafter.model import DFlashDrafter, DraftContext
+from dflash.drafter.blocks import DraftContext
+from dflash.drafter.masks import AnchorSet
+from dflash.drafter.model import DFlashDrafter
 from dflash.evaluate.acceptance import Span, response_spans
-from dflash.evaluate.decoding import ForcedRule, matching_run, speculative_generate
+from dflash.evaluate.decoding import ForcedRule, decode, matching_run
 from dflash.target.capture import Target
 
 _ANCHORS = 64  # blocks of one training forward; every forward has this many, so that a compiled kernel sees one shape
@@ -153,9 +154,11 @@ def parity_check(
                 decoded.add(two, text)
                 if one != two:
                     result.different_blocks += 1
-                    result.difference = result.difference or _locate(
-                        drafter, pack, span, features.all_hidden_states, replay, at, ours, logits, one, two
-                    )
+                if one != two and result.difference is None:
+                    slot = next(i for i, (a, b) in enumerate(zip(one, two, strict=True)) if a != b)
+                    before = features.all_hidden_states[:, span.document : span.document + at]
+                    parted = _locate(drafter, before, replay, ours, logits)
+                    result.difference = Difference(pack.pack_id, at, slot + 1, one[slot], two[slot], *parted)
                 row += 1
         if left <= 0:
             break
@@ -180,7 +183,7 @@ def _replay(target: Target, drafter: DFlashDrafter, pack, span: Span) -> Recorde
     prompt = pack.input_ids[span.document : span.start].tolist()
     text = pack.input_ids[span.start : span.end].tolist()
     if prompt:
-        speculative_generate(target, recorder, prompt, len(text), eos_token_ids=[], rule=ForcedRule(text))
+        decode(target, recorder, prompt, len(text), ForcedRule(text))
     return recorder
 
 
@@ -211,37 +214,25 @@ def _trainer_metrics(drafter: DFlashDrafter, pack, features, places: list[int]) 
 
 def _training_states(drafter: DFlashDrafter, pack, features, places: list[int]) -> Tensor:
     device = drafter.fc.weight.device
-    documents = document_ids(pack.lengths, pack.input_ids.shape[0]).to(device)
+    tensors = (features.all_hidden_states.to(device), pack.input_ids.to(device), pack.position_ids.to(device))
     parts = []
     for anchors in _anchor_sets(places):
-        hidden = drafter._denoise(
-            features.all_hidden_states.to(device),
-            pack.input_ids.to(device),
-            pack.position_ids.to(device),
-            anchors.to(device),
-            documents,
-        )
+        hidden = drafter.draft(*drafter.pack_inputs(*tensors, anchors, pack.lengths))
         parts.append(hidden[: int(anchors.valid.sum())])
     return torch.cat(parts) if parts else torch.zeros(0, drafter.block_size, drafter.config.hidden_size)
 
 
 def _locate(
-    drafter: DFlashDrafter,
-    pack,
-    span: Span,
-    features: Tensor,
-    replay: Recorder,
-    at: int,
-    ours: Tensor,
-    theirs: Tensor,
-    one: list[int],
-    two: list[int],
-) -> Difference:
-    """Follow the tensors in the order of computation to the first that differs before anchor `at`."""
-    slot = next(i for i, (a, b) in enumerate(zip(one, two, strict=True)) if a != b)
-    found = Difference(pack.pack_id, at, slot + 1, one[slot], two[slot], "none", 0.0, "")
-    device = drafter.fc.weight.device
-    trained = features[:, span.document : span.document + at].to(device)
+    drafter: DFlashDrafter, trained: Tensor, replay: Recorder, ours: Tensor, theirs: Tensor
+) -> tuple[str, float, str]:
+    """Follow the tensors in the order of computation to the first that differs: its name, the gap in standard deviations,
+    and the place.
+
+    Args:
+        trained: training's features of the tokens before the anchor. ours, theirs: draft logits of training and decoding.
+    """
+    device, at, largest = drafter.fc.weight.device, trained.shape[1], 0.0
+    trained = trained.to(device)
     decoded = torch.cat(replay.features, 1)[:, :at].to(device)
     hidden, ids = drafter.config.hidden_size, drafter.target_layer_ids
     context = drafter.new_context()
@@ -266,13 +257,10 @@ def _locate(
         if not size <= limit:
             rows = gap.amax(-1).flatten(0, -2).amax(0)  # per position or slot
             first = int((rows > limit * a.float().std()).int().argmax())
-            what = "slot" if name == "draft logits" else "position"
-            found.tensor, found.size = name, size
-            found.place = f"first at {what} {first + 1 if what == 'slot' else first}"
-            return found
-        found.size = max(found.size, size)
-    found.tensor, found.place = "order of near-equal logits", "every tensor agrees within rounding"
-    return found
+            place = f"slot {first + 1}" if name == "draft logits" else f"position {first}"
+            return name, size, f"first at {place}"
+        largest = max(largest, size)
+    return "order of near-equal logits", largest, "every tensor agrees within rounding"
 
 
 def _tokens(drafter: DFlashDrafter, logits: Tensor) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -71,30 +71,23 @@ def evaluate_prompts(
     seed: int = 0,
     compare: bool = True,
     max_draft: int | None = None,
-    progress: Callable[[int, int, PromptResult], None] = lambda done, total, result: None,
-) -> list[PromptResult]:
-    """Decode every prompt with the drafter and, with `compare`, plainly too, on the same cache and clock.
-
-    Args:
-        max_draft: see `speculative_generate`. progress: called after each prompt with (done, total, result).
-    """
+) -> Iterator[PromptResult]:
+    """Decode every prompt with the drafter and, with `compare`, plainly too, on the same cache and clock; one result after
+    the other. `max_draft`: see `speculative_generate`."""
     was_training = drafter.training
     drafter.eval()
     warm = list(prompts[0].ids)  # first calls are slow: not timed
     speculative_generate(target, drafter, warm, 4, temperature, _generator(seed), max_draft=max_draft)
     if compare:
         plain_generate(target, warm, 2, temperature, _generator(seed))
-    results = []
     for index, prompt in enumerate(prompts):
         ids = list(prompt.ids)
         decoded = speculative_generate(
             target, drafter, ids, max_new_tokens, temperature, _generator(seed + index), max_draft=max_draft
         )
         plain = plain_generate(target, ids, max_new_tokens, temperature, _generator(seed + index)) if compare else None
-        results.append(_result(target, drafter, prompt, decoded, plain, temperature == 0))
-        progress(index + 1, len(prompts), results[-1])
+        yield _result(target, drafter, prompt, decoded, plain, temperature == 0)
     drafter.train(was_training)
-    return results
 
 
 def _result(
@@ -189,8 +182,9 @@ def bootstrap_interval(
     return ratios[int(tail * draws)], ratios[min(draws - 1, int((1 - tail) * draws))]
 
 
-def summarize_prompts(results: Sequence[PromptResult], block_size: int) -> dict[str, Any]:
+def summarize_prompts(results: Iterable[PromptResult], block_size: int) -> dict[str, Any]:
     """Figures over all prompts: `acceptance.summarize`, a 95% interval over prompts, speed-up, exactness."""
+    results = list(results)
     runs = [run for result in results for run in result.accepted]
     gains = [gain for result in results for gain in result.gains]
     interval = bootstrap_interval([(sum(result.gains), len(result.gains)) for result in results])

@@ -111,17 +111,11 @@ def evaluate(options: EvaluateOptions, say=print) -> dict[str, Any]:
     say(f"drafter {folder}, target {name}, {options.dtype} on {device}")
     say(f"first of {len(prompts)} prompts, as the target sees it:\n{prompts[0].text}\n")
 
-    results = evaluate_prompts(
-        target,
-        drafter,
-        prompts,
-        options.max_new_tokens,
-        options.temperature,
-        options.seed,
-        options.compare,
-        options.max_draft,
-        lambda done, total, result: say(_line(done, total, result)),
-    )
+    how = (options.max_new_tokens, options.temperature, options.seed, options.compare, options.max_draft)
+    results = []
+    for result in evaluate_prompts(target, drafter, prompts, *how):
+        results.append(result)
+        say(_line(len(results), len(prompts), result))
     summary = summarize_prompts(results, drafter.block_size)
     answers = ["".join(chunk["text"] for chunk in result.chunks[:8]) for result in results]
     modes = [thinking_mode(prompt.text, answer) for prompt, answer in zip(prompts, answers, strict=True)]

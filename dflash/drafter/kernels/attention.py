@@ -52,18 +52,10 @@ class Ranges:
     blocks_per_tile: int
 
 
-def make_ranges(
-    positions: Tensor, valid: Tensor, doc_ids: Tensor, block_size: int, group: int, sliding_window: int | None = None
-) -> Ranges:
-    """From anchors [A] (ascending, padding last) and doc_ids [T] (-1 past the last document), on their device."""
-    context, blocks = doc_ids.shape[0], positions.shape[0]
+def make_ranges(lo: Tensor, hi: Tensor, context: int, block_size: int, group: int) -> Ranges:
+    """From `masks.pack_ranges` [A] over T context positions, anchors ascending and padding last; on their device."""
+    blocks = lo.shape[0]
     per_tile = ROWS // (group * block_size)
-    ordered = torch.where(doc_ids >= 0, doc_ids, context)
-    start = torch.searchsorted(ordered, ordered[positions])
-    if sliding_window is not None:
-        start = torch.maximum(start, positions - sliding_window)
-    hi = torch.where(valid, positions, 0)
-    lo = torch.where(valid, start, 0)
     padding = -blocks % per_tile
     lo, hi = (torch.nn.functional.pad(x, (0, padding)) for x in (lo, hi))
     empty = (hi <= lo).view(-1, per_tile)

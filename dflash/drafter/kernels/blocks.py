@@ -7,6 +7,8 @@ of what it saved.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -35,35 +37,32 @@ def _sum_rows(dx: Tensor, slots: int) -> Tensor:
     return torch.cat([blocks[:, 0], rest[None].to(dx.dtype)])
 
 
+@dataclass(frozen=True)
+class Projection:
+    """What `ProjectQKV` needs beside tensors that learn: half rotary tables of context and slots, the norms' eps, slots of
+    a block. With a row_map (first layer), x holds the A + 1 distinct rows [anchor tokens, mask token] and the Q = A *
+    slots rows are made from them after the projections."""
+
+    context_rotary: HalfRotary
+    rotary: HalfRotary
+    eps: float
+    slots: int
+    row_map: Tensor | None = None
+
+
 class ProjectQKV(torch.autograd.Function):
     """Norm, projections, head norms and rotary of one layer, K and V joined with the context's.
 
-    Inputs: x, delta [P, H] (delta None: no residual to add); the layer's weights; the context's K before its norm
-    and V, each [T, Nkv * D]; half rotary tables of context and slots. With a row_map (first layer), x holds the A + 1
-    distinct rows [anchor tokens, mask token] and the Q = A * slots rows are made from them after the projections.
+    Inputs: a `Projection`; x, delta [P, H] (delta None: no residual to add); the context's K before its norm and V, each
+    [T, Nkv * D]; the weights of norm, q, k, v, q norm and k norm.
 
     Outputs: x + delta [P, H], q [1, Nq, Q, D], k and v [1, Nkv, T + Q, D].
     """
 
     @staticmethod
-    def forward(
-        ctx,
-        x,
-        delta,
-        norm_weight,
-        wq,
-        wk,
-        wv,
-        q_norm,
-        k_norm,
-        context_k,
-        context_v,
-        context_rotary,
-        rotary,
-        eps,
-        row_map,
-        slots,
-    ):
+    def forward(ctx, how, x, delta, context_k, context_v, *weights):
+        norm_weight, wq, wk, wv, q_norm, k_norm = weights
+        context_rotary, rotary, eps, row_map = how.context_rotary, how.rotary, how.eps, how.row_map
         d = q_norm.shape[0]
         total, y, rstd = pointwise.norm_forward(x, delta, norm_weight, eps)
         queries, context = rotary[0].shape[0], context_k.shape[0]
@@ -84,18 +83,15 @@ class ProjectQKV(torch.autograd.Function):
             v[context:] = v_raw
         else:
             torch.mm(y, wv.T, out=v[context:])
-        ctx.save_for_backward(
-            total, rstd, norm_weight, wq, wk, wv, q_norm, k_norm, q_raw, k_raw, context_k, *context_rotary, *rotary, row_map
-        )
-        ctx.eps, ctx.slots, ctx.residual = eps, slots, delta is not None
+        ctx.save_for_backward(total, rstd, *weights, q_raw, k_raw, context_k)
+        ctx.how, ctx.residual = how, delta is not None
         ctx.set_materialize_grads(False)  # the first layer's residual is frozen: no gradient arrives for `total`
         return total, _heads(q, d)[None], _heads(k, d)[None], _heads(v, d)[None]
 
     @staticmethod
     def backward(ctx, dtotal, dq, dk, dv):
-        (total, rstd, norm_weight, wq, wk, wv, q_norm, k_norm, q_raw, k_raw, context_k, cos_c, sin_c, cos, sin, row_map) = (
-            ctx.saved_tensors
-        )
+        total, rstd, norm_weight, wq, wk, wv, q_norm, k_norm, q_raw, k_raw, context_k = ctx.saved_tensors
+        (cos_c, sin_c), (cos, sin), row_map, eps = ctx.how.context_rotary, ctx.how.rotary, ctx.how.row_map, ctx.how.eps
         context, queries = context_k.shape[0], cos.shape[0]
         dq, dk = (g if g.stride(-1) == 1 else g.contiguous() for g in (dq, dk))
         sizes = [len(wq), len(wk), len(wv)]
@@ -106,38 +102,25 @@ class ProjectQKV(torch.autograd.Function):
             dq_raw, dk_raw = (torch.empty(queries, n, dtype=q_raw.dtype, device=q_raw.device) for n in sizes[:2])
         dcontext_k = torch.empty_like(context_k, memory_format=torch.contiguous_format)
         back = pointwise.head_norm_rotary_backward
-        dq_norm = back(q_raw, q_norm, cos, sin, ctx.eps, dq[0], dq_raw, row_map)
-        dk_norm = back(k_raw, k_norm, cos, sin, ctx.eps, dk[0, :, context:], dk_raw, row_map)
-        dk_norm += back(context_k, k_norm, cos_c, sin_c, ctx.eps, dk[0, :, :context], dcontext_k)
+        dq_norm = back(q_raw, q_norm, cos, sin, eps, dq[0], dq_raw, row_map)
+        dk_norm = back(k_raw, k_norm, cos, sin, eps, dk[0, :, context:], dk_raw, row_map)
+        dk_norm += back(context_k, k_norm, cos_c, sin_c, eps, dk[0, :, :context], dcontext_k)
         dv = _flat(dv)
         y = pointwise.norm_again(total, rstd, norm_weight)
         if ctx.joint:
             dv_raw.copy_(dv[context:])
-            joint = joint if row_map is None else _sum_rows(joint, ctx.slots)
+            joint = joint if row_map is None else _sum_rows(joint, ctx.how.slots)
             dy, weights = joint @ torch.cat([wq, wk, wv]), (joint.T @ y).split(sizes)
         else:
             parts = (dq_raw, dk_raw, dv[context:])
             if row_map is not None:
-                parts = tuple(_sum_rows(part, ctx.slots) for part in parts)
+                parts = tuple(_sum_rows(part, ctx.how.slots) for part in parts)
             dy = parts[0] @ wq
             dy.addmm_(parts[1], wk).addmm_(parts[2], wv)
             weights = [part.T @ y for part in parts]
         dx, dnorm = pointwise.norm_backward(total, rstd, norm_weight, dy, dtotal)
-        return (
-            dx,
-            dx if ctx.residual else None,
-            dnorm,
-            *weights,
-            dq_norm.to(q_norm.dtype),
-            dk_norm.to(k_norm.dtype),
-            dcontext_k,
-            dv[:context],
-            None,
-            None,
-            None,
-            None,
-            None,
-        )
+        dnorms = dq_norm.to(q_norm.dtype), dk_norm.to(k_norm.dtype)
+        return None, dx, dx if ctx.residual else None, dcontext_k, dv[:context], dnorm, *weights, *dnorms
 
 
 class Mlp(torch.autograd.Function):
