@@ -116,11 +116,12 @@ class AttentionMask:
         """
         device, size = self.doc_ids.device, self.block_size
         lows, highs = (x.cpu() for x in pack_ranges(self.anchors, self.doc_ids, self.sliding_window))
-        pieces = []
+        valid, pieces = self.anchors.valid.cpu(), []
         for first in range(0, len(lows), ANCHORS_PER_CHUNK):
-            lo, hi = lows[first : first + ANCHORS_PER_CHUNK], highs[first : first + ANCHORS_PER_CHUNK]
-            some = hi > lo
+            index = slice(first, first + ANCHORS_PER_CHUNK)
+            lo, hi, some = lows[index], highs[index], valid[index]
             c_start, c_end = (int(lo[some].min()), int(hi[some].max())) if some.any() else (0, 0)
+            c_end = min(c_end + 1, self.context)  # never empty; old runs had this width
             position = torch.arange(c_start, c_end)
             seen = (position >= lo[:, None]) & (position < hi[:, None])  # [anchors, c_end - c_start]
             own = torch.eye(len(lo), dtype=torch.bool).repeat_interleave(size, 1)
