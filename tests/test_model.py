@@ -363,7 +363,8 @@ def test_warm_start_reproduces_the_targets_keys_and_values():
         if p.dim() == 1:
             p.data.uniform_(0.5, 1.5)
     drafter = DFlashDrafter(create_drafter_config(config, 2), [0, 2], 4, 4, V - 1)
-    assert warm_start(drafter, model.model.layers, model.model.norm) == [3, 4]
+    said = warm_start(drafter, model.model)
+    assert said == "warm start: target layers 3, 4 copied, each gives the target's own output"
     x = torch.randn(1, 6, H)
     features = torch.cat([torch.randn(1, 6, H), x], -1)
     source = model.model.layers[3]
@@ -376,4 +377,5 @@ def test_warm_start_reproduces_the_targets_keys_and_values():
     torch.testing.assert_close(v, wanted_v, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(k[:, :, 0], wanted_k[:, :, 0], rtol=1e-4, atol=1e-5)  # position 0 is not rotated
     with pytest.raises(ConfigError, match="needs 2 target layers, the target has 1"):
-        warm_start(drafter, model.model.layers[:1], model.model.norm)
+        model.model.layers = model.model.layers[:1]
+        warm_start(drafter, model.model)

@@ -50,7 +50,7 @@ def test_values_are_read_by_declared_type(name, given, wanted):
         ({"blok_size": 3}, "unknown parameter 'blok_size'; did you mean 'block_size'"),
         ({"lr": "fast"}, r"lr must be float, got 'fast' \(str\)"),
         ({"steps": 1.5}, "steps must be int, got 1.5"),
-        ({"warm_start": "maybe"}, "warm_start must be bool, got 'maybe'"),
+        ({"warm_start": "maybe"}, "warm_start must be auto, true or false, got 'maybe'"),
         ({"steps": True}, "steps must be int, got True"),
         ({"block_size": 1}, "block_size must be at least 2"),
         ({"lr": 0}, "lr must be positive"),

@@ -293,7 +293,13 @@ def _drafter_engine(
     paired = cluster.roles.paired
     target = _what_a_drafter_needs(cluster, config, data)
     sharded = config.runtime.drafter_parallel == "fsdp2"
-    drafter = make_drafter(config, target, data, cluster.device)
+    drafter = make_drafter(
+        config,
+        target,
+        data,
+        cluster.device,
+        lambda line: run.metrics.write("log", worker=cluster.name, level="info", message=line),
+    )
     planner = make_planner(config, data, drafter)
     source = _source(config, target, data, topology) if paired else None
     del target

@@ -28,7 +28,7 @@ from dflash.drafter.config import create_drafter_config
 from dflash.drafter.export import drafter_layout, open_drafter
 from dflash.drafter.losses import describe_decay
 from dflash.drafter.model import DFlashDrafter
-from dflash.drafter.warm_start import warm_start
+from dflash.drafter.warm_start import WarmStartError, warm_start
 from dflash.errors import ConfigError, DataError
 from dflash.target.capture import (
     Target,
@@ -93,7 +93,7 @@ def prepare_data(config: RunConfig) -> Data:
         else validate_layer_ids(wanted, layers)
     )
     end_ids = sorted({*end_token_ids(model_config), getattr(tokenizer, "eos_token_id", None)} - {None})
-    if config.drafter.warm_start and config.drafter.drafter_layers > layers:
+    if config.drafter.warm_start is True and config.drafter.drafter_layers > layers:
         raise ConfigError(
             f"warm_start copies the target's last layers, and the target has {layers}, fewer than "
             f"drafter_layers = {config.drafter.drafter_layers}; make the drafter smaller or switch "
@@ -163,7 +163,7 @@ def refuse_for_random(config: RunConfig) -> None:
     if not is_random(config.target.target):
         return
     name = config.target.target
-    if config.drafter.warm_start and config.drafter.start_from is None:
+    if config.drafter.warm_start is True and config.drafter.start_from is None:
         raise ConfigError(f"warm_start copies layers of the target, and those of '{name}' are noise; pass warm_start=False")
     if config.runtime.gpus_per_target > 1:
         raise ConfigError(
@@ -240,7 +240,7 @@ def prepare(
     say_random(config, say)
     if target.is_hybrid:
         say(preflight(target).message or "hybrid target with fast linear-attention kernels")
-    drafter = make_drafter(config, target, data, drafter_device)
+    drafter = make_drafter(config, target, data, drafter_device, say)
     planner = make_planner(config, data, drafter)
     say(describe_decay(config.drafter.block_size, config.train.gamma))
     train = config.train
@@ -277,7 +277,9 @@ def capture_features(job: Job, say: Say) -> None:
     job.source.prepare(packs, progress)
 
 
-def make_drafter(config: RunConfig, target: Target | RandomHead, data: Data, device: torch.device | str) -> DFlashDrafter:
+def make_drafter(
+    config: RunConfig, target: Target | RandomHead, data: Data, device: torch.device | str, say: Say = lambda line: None
+) -> DFlashDrafter:
     """A drafter for this target, with the start that the settings ask for. Seeded, and the same on every device; one too
     large to be drawn on the CPU in seconds is drawn where it will be, the same on all GPUs of one kind."""
     options = config.drafter
@@ -295,15 +297,28 @@ def make_drafter(config: RunConfig, target: Target | RandomHead, data: Data, dev
     shape = create_drafter_config(
         target.config, options.drafter_layers, draft_vocab_size=None if ids is None else ids.numel()
     )
+    warm = options.warm_start and not is_random(config.target.target)  # a random target's layers are noise
     devices = [torch.device(device)] if torch.device(device).type == "cuda" else []
-    large = shape.parameter_count(len(data.layer_ids)) > _DRAWN_ON_CPU and not options.warm_start
-    with torch.random.fork_rng(devices), torch.device(device if large else "cpu"):
-        torch.manual_seed(config.train.seed)
-        drafter = DFlashDrafter(
-            shape, data.layer_ids, options.block_size, options.max_anchors, data.mask_token_id, **running
-        )
-    if options.warm_start:
-        warm_start(drafter, target.decoder.layers, target.decoder.norm)
+
+    def draw(where: torch.device | str) -> DFlashDrafter:
+        with torch.random.fork_rng(devices), torch.device(where):
+            torch.manual_seed(config.train.seed)
+            return DFlashDrafter(
+                shape, data.layer_ids, options.block_size, options.max_anchors, data.mask_token_id, **running
+            )
+
+    large = shape.parameter_count(len(data.layer_ids)) > _DRAWN_ON_CPU
+    drafter = None
+    if warm:
+        try:
+            drafter = draw("cpu")
+            say(warm_start(drafter, target.decoder))
+        except WarmStartError as reason:
+            if options.warm_start is True:
+                raise
+            drafter = None
+            say(f"no warm start, the drafter starts from random weights: {reason}")
+    drafter = drafter or draw(device if large else "cpu")
     drafter.to(device, dtype)
     drafter.load_target_head(target.embed_weight, target.head_weight, ids)
     return drafter

@@ -76,7 +76,7 @@ class DrafterOptions:
     max_anchors: int = 128  # A, blocks per pack
     mask_token_id: int | None = None  # None: an unused token of the target
     draft_vocab: int | None = None  # propose only this many most frequent tokens; 0: those in the data; None: all
-    warm_start: bool = True  # copy the target's last layers instead of random weights
+    warm_start: bool | str = "auto"  # copy the target's last layers: True, False for random weights, "auto" where exact
     start_from: str | None = None  # start from the drafter in this folder (own checkpoint, z-lab or speculators layout)
     attention: str = "auto"  # "auto", "flex", "triton", "sdpa" or "sdpa_chunked"
     max_dense_gib: float = 2.0  # bound of the dense backends
@@ -86,6 +86,9 @@ class DrafterOptions:
         _require(self.drafter_layers >= 1, f"drafter_layers must be at least 1, got {self.drafter_layers}")
         _require(self.block_size >= 2, f"block_size must be at least 2 (slot 0 is the anchor), got {self.block_size}")
         _require(self.max_anchors >= 1, f"max_anchors must be at least 1, got {self.max_anchors}")
+        _require(
+            self.warm_start in (True, False, "auto"), f"warm_start must be auto, true or false, got {self.warm_start!r}"
+        )
         _require(
             self.attention in ("auto", *BACKENDS), f"attention must be auto, {', '.join(BACKENDS)}; got {self.attention!r}"
         )
@@ -289,12 +292,15 @@ _SECTIONS: dict[str, type] = {
 
 
 def _as_it_was(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The config of a run that was made before `max_skipped` was a setting: it had no limit."""
-    data = values.get("data")
+    """The config of a run that was made before `max_skipped` was a setting: it had no limit, and warm starts unproved."""
+    data, drafter = values.get("data"), values.get("drafter")
     whole = isinstance(data, Mapping) and all(
         f.name in data for f in dataclasses.fields(DataOptions) if f.name != "max_skipped"
     )
-    return {**values, "data": {"max_skipped": 1.0, **data}} if whole else values
+    if not whole or "max_skipped" in data:
+        return values
+    warm = {"warm_start": "auto"} if isinstance(drafter, Mapping) and drafter.get("warm_start") is True else {}
+    return {**values, "data": {**data, "max_skipped": 1.0}} | ({"drafter": {**drafter, **warm}} if warm else {})
 
 
 def setting_names() -> list[str]:

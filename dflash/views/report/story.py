@@ -91,7 +91,8 @@ def what_ran(config: dict[str, Any]) -> str:
     if labels:
         parts.append(labels)
     if get("warm_start") is not None:
-        parts.append("warm start from the target's layers" if get("warm_start") else "random initial weights")
+        starts = {False: "random initial weights", "auto": "warm start from the target's layers where they allow it"}
+        parts.append(starts.get(get("warm_start"), "warm start from the target's layers"))
     if data:
         parts.append(f"trained on {data}")
     return ", ".join(parts) + "." if parts else "The configuration does not say."
