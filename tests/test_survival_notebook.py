@@ -16,9 +16,29 @@ from survival_lab import processes_of
 from test_train_command import kinds, material, wait_for_steps, write_config  # noqa: F401
 
 from dflash.train.checkpoint import latest_checkpoint
-from dflash.workbook.run_notebook import KILLED
+from dflash.workbook.run_notebook import INTERRUPTED, KILLED
 
 ROOT = Path(__file__).parents[1]
+SLOW_TO_SAVE = """\
+import os, pathlib, time
+pathlib.Path(pid_file).write_text(str(os.getpid()))
+from dflash.runs.control import RunControl
+from dflash.runs.lock import locked
+from dflash.runs.record import Run
+run = Run.create(pathlib.Path(run_path).parent, {"steps": 100000}, pathlib.Path(run_path).name)
+control, step, saved = RunControl(run.path, run.metrics), 0, run.path / "checkpoints"
+with locked(run.path):
+    while step == 0 or control.at_step():
+        step += 1
+        run.metrics.write("step", step=step, loss=1.0)
+        time.sleep(0.1)
+    saved.mkdir()
+    (saved / ".step.part").write_text("half")
+    time.sleep(8)  # longer than a kernel manager waits for a kernel that is to leave
+    (saved / ".step.part").rename(saved / f"step-{step}")
+    run.metrics.write("checkpoint", step=step, path=f"checkpoints/step-{step}")
+    run.end("interrupted", step=step)
+time.sleep(600)"""
 CELLS = """\
 import os, pathlib
 pathlib.Path(pid_file).write_text(str(os.getpid()))
@@ -67,3 +87,30 @@ def test_a_killed_kernel_leaves_no_orphan_and_a_run_that_resumes(material, tmp_p
     assert main(["train", "--config", str(config), "--resume"]) == 0
     seen = [r["step"] for r in kinds(run)["step"]]
     assert seen == list(range(1, step + 4))
+
+
+@pytest.mark.slow
+def test_ctrl_c_waits_for_the_checkpoint_however_long_it_takes(tmp_path):
+    run, pid_file = tmp_path / "runs" / "night", tmp_path / "pid"
+    parameters = f"run_path: str = {str(run)!r}\npid_file: str = {str(pid_file)!r}"
+    notebook = write_notebook(tmp_path / "n.ipynb", parameters, SLOW_TO_SAVE)
+    command = [sys.executable, "-m", "dflash", "run", str(notebook), str(run / "report.ipynb"), "--static"]
+    child = subprocess.Popen(
+        command,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    wait_for_steps(run, 3, child)
+    os.killpg(child.pid, signal.SIGINT)
+    output, _ = child.communicate(timeout=PATIENCE)
+    assert child.returncode == INTERRUPTED, output
+    step = kinds(run)["step"][-1]["step"]
+    assert [path.name for path in (run / "checkpoints").iterdir()] == [f"step-{step}"]
+    assert [end["status"] for end in kinds(run)["run_end"]] == ["interrupted"]
+    page = (run / "report.html").read_text()
+    assert 'class="badge interrupted"' in page and f"Interrupted after {step} of 100,000 steps" in page
+    assert f"--config {run / 'config.yaml'} --resume" in page and "out-of-memory" not in page
+    assert "Traceback" not in output and not Path(f"/proc/{pid_file.read_text()}").exists()

@@ -14,12 +14,14 @@ The plain `papermill NOTEBOOK OUT -p name value` keeps working.
 
 from __future__ import annotations
 
+import logging
 import signal
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +30,11 @@ import nbformat
 import yaml
 
 from dflash.errors import ConfigError, RunError
+from dflash.launch.signals import graceful
+from dflash.runs.control import RunControl
+from dflash.runs.lock import is_running
 from dflash.runs.record import MetricsWriter, holds_run, metrics_path, read_metrics
+from dflash.views.dashboard.series import RunSeries
 from dflash.views.progress import TerminalProgress
 from dflash.views.report import build_report
 from dflash.views.report.notebook_part import Verdict, run_folder, verdict
@@ -36,6 +42,7 @@ from dflash.workbook.parameters import accepted_parameters, check_parameters, de
 
 OK, CELL_FAILED, REFUSED, INTERRUPTED, KILLED = 0, 1, 2, 130, 138
 AUTOSAVE_SECONDS = 5
+STOP_PATIENCE = 600.0  # seconds that an interrupted run gets for its step and its checkpoint
 ROOT_PARAMETER = "runs_dir"  # the folder of all runs, where a notebook has such a parameter
 
 
@@ -88,14 +95,16 @@ def run_notebook(
     before = out.exists()
     out.parent.mkdir(parents=True, exist_ok=True)
     start, code, reason = time.monotonic(), OK, ""
+    said = tempfile.TemporaryFile("w+", errors="replace")
     try:
-        with _terminate_as_interrupt(), TerminalProgress(out.parent) if progress else nullcontext():
+        with graceful(_Stop(out.parent)), TerminalProgress(out.parent) if progress else nullcontext():
             papermill.execute_notebook(
                 str(notebook),
                 str(out),
                 parameters=checked,
                 kernel_name=kernel,
                 progress_bar=progress,
+                kernel_manager_class=_quiet_kernels(said),
                 autosave_cell_every=AUTOSAVE_SECONDS,
                 execution_timeout=cell_timeout,
             )
@@ -105,6 +114,7 @@ def run_notebook(
         code = KILLED
     except KeyboardInterrupt:
         code = INTERRUPTED
+        logging.getLogger("asyncio").setLevel(logging.CRITICAL)  # the tasks that this cut short are no news
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
         if not out.exists() or verdict(nbformat.read(out, as_version=4)).status == "not run":
@@ -112,7 +122,26 @@ def run_notebook(
                 out.unlink(missing_ok=True)  # papermill writes an untouched copy before it starts a kernel
             raise RunError(f"{notebook} could not be started: {reason}") from error
         code = CELL_FAILED
-    return _conclude(code, out, time.monotonic() - start, static, reason)
+    launched = _conclude(code, out, time.monotonic() - start, static, reason)
+    if launched.code == KILLED:
+        said.seek(0)
+        print(*said.read().splitlines()[-20:], sep="\n", file=sys.stderr)
+    said.close()
+    return launched
+
+
+def _quiet_kernels(said: Any) -> type:
+    """Kernels that write to the file `said` what would go to this terminal: an interrupted one leaves pages of tracebacks
+    of its event loop."""
+    from jupyter_client import AsyncKernelManager
+
+    class QuietKernels(AsyncKernelManager):
+        async def _async_start_kernel(self, **options: Any) -> None:
+            await super()._async_start_kernel(stderr=said, **options)
+
+        start_kernel = _async_start_kernel
+
+    return QuietKernels
 
 
 def _refuse_kernel(name: str) -> None:
@@ -139,7 +168,7 @@ def _conclude(code: int, out: Path, seconds: float, static: bool, reason: str = 
     if reason:
         outcome = Verdict("failed", outcome.cell, outcome.source, reason, outcome.traceback)
     if code == INTERRUPTED and outcome.status == "killed":
-        outcome = Verdict("failed", outcome.cell, outcome.source, "interrupted from outside while this cell ran")
+        outcome = Verdict("failed", outcome.cell, outcome.source, "KeyboardInterrupt: interrupted while this cell ran")
     if code != OK:
         _mark(executed, outcome, code)
         nbformat.write(executed, out)
@@ -157,9 +186,9 @@ def _conclude(code: int, out: Path, seconds: float, static: bool, reason: str = 
 def _mark(notebook: nbformat.NotebookNode, outcome: Verdict, code: int) -> None:
     """A last cell that says what happened, and papermill's own marks set to the truth."""
     text = {
-        KILLED: "The kernel ended while the cell named below was running, and said nothing. The usual "
+        KILLED: "The kernel ended while the cell named below ran, without an error message. The usual "
         "cause is the system's out-of-memory killer (`dmesg | tail` names it); the other is a crash in native code.",
-        INTERRUPTED: "The execution was interrupted from outside.",
+        INTERRUPTED: "The execution was interrupted (Ctrl-C or SIGTERM); the report has the line that resumes the run.",
     }.get(code, f"A cell raised: `{outcome.error[:500]}`")
     if outcome.source:
         text += f"\n\nCell {outcome.cell} (counted from 0):\n\n```python\n{outcome.source[:800]}\n```"
@@ -191,21 +220,31 @@ def _exit_code(error: Any) -> int:
     return CELL_FAILED
 
 
-@contextmanager
-def _terminate_as_interrupt() -> Iterator[None]:
-    """SIGTERM as Ctrl-C, so that a scheduler's stop leaves a saved notebook and no orphan kernel."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+class _Stop:
+    """What Ctrl-C asks for: that the run in `folder` ends after its step, with a checkpoint; then that this process ends.
 
-    def interrupt(number: int, frame: Any) -> None:
-        raise KeyboardInterrupt
+    Nothing is killed while a checkpoint is written, however long that takes; a second Ctrl-C ends it all at once.
+    """
 
-    previous = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
+    def __init__(self, folder: Path) -> None:
+        self.series = RunSeries(folder)
+
+    def stop(self) -> None:
+        """Called in a thread of its own."""
+        self.series.follow()
+        asked, deadline = 0.0, time.monotonic() + STOP_PATIENCE
+        while self._training() and time.monotonic() < deadline:
+            if not self.series.answers.get("stopping") and time.monotonic() - asked > 5:  # again: it may have come too early
+                RunControl(self.series.path).stop()
+                asked = time.monotonic()
+            time.sleep(0.2)
+            self.series.follow()
+        time.sleep(1.2)  # `graceful` takes two signals at once for one
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    def _training(self) -> bool:
+        """Whether there are steps that would be lost, and a process to save them."""
+        return bool(self.series.last_step) and self.series.run_end is None and is_running(self.series.path) is not False
 
 
 def parameters_from(pairs: list[list[str]], yaml_texts: list[str], yaml_file: str | None) -> dict[str, Any]:
