@@ -8,7 +8,20 @@ import sys
 
 from dflash.errors import DFlashError
 
-COMMANDS = ("train", "run", "report", "evaluate", "export", "regenerate", "sweep", "replay", "control", "doctor", "bench")
+COMMANDS = (
+    "train",
+    "run",
+    "report",
+    "evaluate",
+    "export",
+    "serve-check",
+    "regenerate",
+    "sweep",
+    "replay",
+    "control",
+    "doctor",
+    "bench",
+)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -31,7 +44,7 @@ def _main(argv: list[str] | None) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     asked = [argv[0]] if argv and argv[0] in COMMANDS else list(COMMANDS)
     for name in asked:
-        importlib.import_module(f"dflash.commands.{name}").add_parser(commands)
+        importlib.import_module(f"dflash.commands.{name.replace('-', '_')}").add_parser(commands)
     args = parser.parse_args(argv)
     try:
         return args.run(args) or 0

@@ -33,7 +33,6 @@ from dflash.drafter.storage import (
 from dflash.drafter.storage import read_settings as read_own_settings
 from dflash.errors import ConfigError
 
-PUBLISHED = {"smollm2": "HuggingFaceTB/SmolLM2-135M-Instruct"}  # where the packaged target can be had by others
 FORMATS = ("zlab", "speculators", "dflash")
 _NOT_THE_STACK = ("embed_tokens.weight", "verifier_lm_head.weight", "verifier_norm.weight", "lm_head.weight", "t2d", "d2t")
 
@@ -54,7 +53,7 @@ def export_drafter(
     Args:
         num_target_layers: of the target; needed for "zlab". head: the target's head [V, H]; needed for "speculators"
             with a draft vocabulary (None takes the rows that the drafter shares). verifier: name under which the
-            layout's reader finds the target; None takes `target_name`, or where the packaged target is published.
+            layout's reader finds the target; None takes `target_name`.
 
     Returns: remarks for the user.
     Raises: ConfigError when the layout cannot hold the drafter, or `out` already holds one.
@@ -71,7 +70,7 @@ def export_drafter(
     _refuse_unreadable(drafter, num_target_layers)
     tensors = {name: value.detach().cpu().contiguous() for name, value in drafter.state_dict().items()}
     dtype = str(drafter.fc.weight.dtype).removeprefix("torch.")
-    verifier = verifier or PUBLISHED.get(str(target_name).lower(), str(target_name))
+    verifier = verifier or str(target_name)
     ids, remarks = draft_vocabulary(drafter), []
     if layout == "zlab":
         if num_target_layers is None:

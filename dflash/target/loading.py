@@ -117,7 +117,7 @@ def load_config(source: Source):
 
 
 @contextmanager
-def _no_bars() -> Iterator[None]:
+def no_bars() -> Iterator[None]:
     """Without the libraries' progress bars, which a saved notebook keeps as widgets stuck at some percentage.
 
     transformers has a switch for its own; the one over a GGUF's tensors is plain tqdm and has none.
@@ -146,7 +146,7 @@ def load_model(
     if source.random:
         return build_random(source.name, torch.device(device), dtype, attention)
     try:
-        with _no_bars():
+        with no_bars():
             model, info = AutoModelForCausalLM.from_pretrained(
                 source.location,
                 dtype=dtype,

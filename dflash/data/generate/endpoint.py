@@ -41,7 +41,7 @@ class Endpoint:
         self.model = model or self._first_model()
 
     def _first_model(self) -> str:
-        found = self._call("GET", "/models").get("data") or []
+        found = self.call("GET", "/models").get("data") or []
         if not found:
             raise RunError(f"{self.url} serves no model; name one with --model")
         return found[0]["id"]
@@ -61,7 +61,7 @@ class Endpoint:
         # `return_token_ids` is vLLM's; servers that do not know it ignore it and the ids stay empty.
         body = {"model": self.model, "messages": messages, "max_tokens": self.max_new_tokens, "return_token_ids": True}
         try:
-            reply = self._call("POST", "/chat/completions", body | sampling | ({"tools": tools} if tools else {}))
+            reply = self.call("POST", "/chat/completions", body | sampling | ({"tools": tools} if tools else {}))
             choice = reply["choices"][0]
             text = choice["message"].get("content") or ""
             text.encode()  # half of a surrogate pair is no text
@@ -76,7 +76,7 @@ class Endpoint:
         found = {"text": text, "finish_reason": choice.get("finish_reason"), "tokens": tokens}
         return found | {"response_ids": ids, "prompt_ids": prompt}
 
-    def _call(self, method: str, path: str, body: dict | None = None) -> dict:
+    def call(self, method: str, path: str, body: dict | None = None) -> dict:
         for attempt in range(self.retries + 1):
             try:
                 reply = self._client.request(method, self.url + path, json=body)
