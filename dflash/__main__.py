@@ -8,20 +8,7 @@ import sys
 
 from dflash.errors import DFlashError
 
-COMMANDS = (
-    "train",
-    "run",
-    "report",
-    "evaluate",
-    "export",
-    "serve-check",
-    "regenerate",
-    "sweep",
-    "replay",
-    "control",
-    "doctor",
-    "bench",
-)
+COMMANDS = tuple("train run report evaluate export serve-check regenerate sweep replay control doctor bench".split())
 
 
 def main(argv: list[str] | None = None) -> int:
