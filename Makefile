@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 ID ?= $(shell date +%Y%m%d-%H%M%S)
 PARAMETERS ?=
 
-.PHONY: help env train train-gpu test test-all test-browser test-gpu playwright soak story lint lab clean
+.PHONY: help env train train-gpu test test-all test-browser test-gpu playwright soak serve-env test-serve story lint lab clean
 
 help:
 	@sed -n 's/^# make /make /p' Makefile
@@ -36,11 +36,12 @@ train-gpu:
 WORKERS ?= 2
 PYTEST = $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile
 test: env
-	$(PYTEST) -m "not slow and not browser and not soak"
+	$(PYTEST) -m "not slow and not browser and not soak and not serve"
 
-# make test-all   after those, the slow ones, the browser's and the soak
+# make test-all   after those, the slow ones, the browser's, the soak, and a real server
 test-all: test playwright
 	$(PYTEST) -m "slow or browser or soak"
+	$(MAKE) test-serve
 
 # make test-browser   the tests that drive JupyterLab in Chromium
 test-browser: env playwright
@@ -52,6 +53,18 @@ playwright: env
 # make test-gpu   the tests that need one or two CUDA devices
 test-gpu: env
 	$(BIN)/python -m pytest -q -m gpu
+
+# make serve-env   an environment of its own with vLLM for CPUs, .venv-serve (3.5 GB)
+SERVE := .venv-serve
+serve-env: $(SERVE)/ready
+
+$(SERVE)/ready: requirements-serve.txt tools/make_serve_env.py
+	$(PYTHON) tools/make_serve_env.py $(SERVE)
+	test -e $(SERVE)/unavailable.txt || touch $@
+
+# make test-serve   drafters in both layouts, served by that vLLM and compared with our own decoding (MINUTES on two cores)
+test-serve: env serve-env
+	DFLASH_SERVE_ENV=$(CURDIR)/$(SERVE) $(BIN)/python -m pytest -q -s -m serve
 
 # make soak   2,000 steps on the CPU with a fault every 100, compared with an unbroken run (2.5 minutes on two cores)
 soak: env
@@ -72,4 +85,4 @@ lab: env
 	$(BIN)/jupyter lab --notebook-dir . notebooks/index.ipynb
 
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(SERVE)

@@ -115,7 +115,7 @@ def test_a_server_that_is_up_agrees(tmp_path, monkeypatch, capsys):
     both = saved["same_rounds"]
     assert both["differing"] == [] and both["length_ours"] == both["length_server"]
     assert both["rounds"] == saved["ours"]["blocks"] < len(calls)
-    assert "they go on past the end" in out and "PROBLEM" not in out
+    assert "counters go on past the end" in out and "PROBLEM" not in out
 
 
 def test_a_server_that_differs_is_told(tmp_path, monkeypatch, capsys):

@@ -23,5 +23,5 @@ def serve_lines(layout: str, export: str, target: str, block_size: int) -> dict[
 def next_commands(run: str, block_size: int) -> list[str]:
     """The two commands that take a finished run to a server."""
     out, target = f"{run}/drafter", f"{run}/target"
-    export = ["python", "-m", "dflash", "export", "--run", run, "--format", "zlab", "--out", out, "--target-folder", target]
+    export = ["dflash", "export", "--run", run, "--format", "zlab", "--out", out, "--target-folder", target]
     return [shlex.join(export), serve_lines("zlab", out, target, block_size)["vLLM"]]

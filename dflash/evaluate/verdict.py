@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from dflash.runs.tables import Table
+
 LENGTH_SHARE = 0.01  # float32: lengths on the same rounds may be this far apart
 SLOT_POINTS = 2.0  # and the shares of a slot this many points
 GAP = 0.1  # logits; a draft that differs by more than that is no rounding
@@ -40,23 +42,31 @@ def problems(summary: dict[str, Any]) -> list[str]:
 
 def table(summary: dict[str, Any]) -> str:
     """The figures as text, the same that `check.json` holds."""
-    both, lines = summary["same_rounds"], []
-    lines.append("acceptance (tokens per target call, bonus token included; then drafts that stand up to each slot)")
-    for name, label in (("training", "training's view"), ("ours", "our decoding"), ("server", "the server, trimmed")):
-        entry = summary[name]
-        length = "-" if entry["acceptance_length"] is None else f"{entry['acceptance_length']:.3f}"
-        shares = "  ".join(f"{100 * share:.1f}%" for share in entry["acceptance_by_slot"])
-        lines.append(f"  {label:<20} {length}  over {entry['blocks']} calls   {shares}")
-    lines.append(f"  {'its own counters':<20} {summary['untrimmed_length']:.3f}  they go on past the end of a text")
-    lines.append(
-        f"on the server's {both['rounds']} rounds: ours {both['length_ours']:.3f}, server {both['length_server']:.3f}; "
-        f"{len(both['differing'])} rounds differ"
-        + (f", logit gaps up to {both['largest_gap']:.2g}" if both["differing"] else "")
-    )
-    for name, passes in summary["servers"].items():
-        for entry in passes:
-            lines.append(
-                f"server {name}, {entry['concurrency']} at a time: {entry['tokens_per_second']:.1f} tokens/s, "
-                f"{entry['identical']} of {summary['prompts']} texts equal to our plain text"
-            )
-    return "\n".join(lines + [f"PROBLEM: {line}" for line in summary["problems"]])
+    both, rows = summary["same_rounds"], []
+    for label, key in (("training's view", "training"), ("our decoding", "ours"), ("the server, trimmed", "server")):
+        entry = summary[key]
+        shares = [100 * share for share in entry["acceptance_by_slot"]]
+        rows.append([label, entry["blocks"], entry["acceptance_length"], *shares])
+    slots = [f"slot {slot}, %" for slot in range(1, summary["block_size"])]
+    rows.append(["its own counters", None, summary["untrimmed_length"], *[None] * len(slots)])
+    speeds = [
+        {
+            "server": name,
+            "at a time": entry["concurrency"],
+            "tokens/s": entry["tokens_per_second"],
+            "texts equal": entry["identical"],
+        }
+        for name, passes in summary["servers"].items()
+        for entry in passes
+    ]
+    gaps = f", logit gaps up to {both['largest_gap']:.2g}" if both["differing"] else ""
+    parts = [
+        "Acceptance: tokens per target call (bonus token included), and drafts that stand up to each slot.",
+        str(Table(rows, ["seen by", "calls", "length", *slots])),
+        f"Its counters go on past the end of a text. On its {both['rounds']} rounds: ours {both['length_ours']:.3f}, server "
+        f"{both['length_server']:.3f}; {len(both['differing'])} rounds differ{gaps}.",
+        "",
+        f"Greedy text of {summary['prompts']} prompts ({summary['options']['dtype']}), beside our plain text.",
+        str(Table(speeds, ["server", "at a time", "tokens/s", "texts equal"])),
+    ]
+    return "\n".join(parts + [f"PROBLEM: {line}" for line in summary["problems"]])

@@ -41,15 +41,15 @@ def write_plots(content: dict[str, Any], path: str | Path) -> Path | None:
     return path
 
 
-def _curve(name: str, values: list[float | None], colour: str, dash: str = "solid") -> Line:
+def curve(name: str, values: list[float | None], colour: str, dash: str = "solid") -> Line:
     y = np.array([np.nan if value is None else 100 * value for value in values], dtype=float)
     return Line(name, np.arange(1, len(values) + 1), y, colour, dash, markers=True, hover=".1f")
 
 
 def _slots(content: dict[str, Any]) -> Panel:
-    lines = [_curve("these prompts", content["acceptance_by_slot"], style.BLUE)]
+    lines = [curve("these prompts", content["acceptance_by_slot"], style.BLUE)]
     if content.get("held_out"):
-        lines.append(_curve("held-out answers", content["held_out"]["acceptance_by_slot"], style.VERMILLION))
+        lines.append(curve("held-out answers", content["held_out"]["acceptance_by_slot"], style.VERMILLION))
     return Panel("slots", "Blocks accepted up to slot k", "slot k", "% of target calls", lines, y_range=(0.0, None))
 
 
@@ -94,10 +94,10 @@ def _seconds(content: dict[str, Any]) -> Panel:
 
 def _parity(parity: dict[str, Any]) -> Panel:
     lines = [
-        _curve("training accuracy", parity["accuracy_training"], style.BLUE),
-        _curve("decoding accuracy", parity["accuracy_decoding"], style.VERMILLION, "dash"),
-        _curve("training, run up to k", parity["acceptance_training"], style.SKY),
-        _curve("decoding, run up to k", parity["acceptance_decoding"], style.ORANGE, "dash"),
+        curve("training accuracy", parity["accuracy_training"], style.BLUE),
+        curve("decoding accuracy", parity["accuracy_decoding"], style.VERMILLION, "dash"),
+        curve("training, run up to k", parity["acceptance_training"], style.SKY),
+        curve("decoding, run up to k", parity["acceptance_decoding"], style.ORANGE, "dash"),
     ]
     return Panel("parity", "Training and decoding at the same anchors", "slot k", "% of blocks", lines, y_range=(0.0, None))
 

