@@ -45,7 +45,10 @@ def test_float32_text_is_exact(kind):
         assert result.tokens == 24 and result.seconds > 0 and result.plain_seconds > 0
         assert sum(result.gains) == 23 and len(result.chunks) == result.target_calls + 1
     assert summary["acceptance_length"] == 69 / sum(result.target_calls for result in results)
-    assert summary["speedup"] == pytest.approx(sum(r.plain_seconds for r in results) / sum(r.seconds for r in results))
+    speeds = sorted(r.plain_seconds / r.seconds for r in results)
+    assert summary["speedup"] == speeds[1] and summary["speedup_spread"] == [speeds[0], speeds[2]]
+    results[0].seconds *= 100  # one prompt met a busy moment of the machine
+    assert summarize_prompts(results, 5)["speedup"] >= speeds[0] > summarize_prompts(results, 5)["speedup_spread"][0]
 
 
 def test_a_decoder_that_keeps_a_wrong_draft_fails_with_its_margin(monkeypatch):

@@ -76,7 +76,7 @@ def test_panels_and_table():
     panels = evaluation_panels(content())
     assert [panel.key for panel in panels] == ["slots", "gains", "prompts", "seconds"]
     assert panels[0].lines[0].y.tolist() == [50.0, 20.0] and panels[1].spans[0].lengths.tolist() == [1.0, 0.0, 1.0]
-    assert "bonus token included" in panels[1].title and "<td>2.00</td>" in prompt_table(content())
+    assert "bonus token included" in panels[1].title and ">2.00</td>" in prompt_table(content())._repr_html_()
     parity = {
         "accuracy_training": [0.5, None],
         "accuracy_decoding": [0.5, None],

@@ -20,6 +20,8 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+from tqdm import tqdm
+
 from dflash.diagnose.isolated import report, run_isolated
 from dflash.runs.tables import Table
 from dflash.views.style import clip
@@ -83,13 +85,10 @@ def run_probes(
     jobs: int = 1,
 ) -> list[ProbeResult]:
     """Every probe, off and on, `jobs` processes at a time; in the order of `names`."""
+    cases = [(name, protect) for name in names for protect in (False, True)]
     with ThreadPoolExecutor(jobs) as pool:
-        return list(
-            pool.map(
-                lambda each: run_probe(*each, backend, device, limit),
-                [(name, protect) for name in names for protect in (False, True)],
-            )
-        )
+        found = pool.map(lambda each: run_probe(*each, backend, device, limit), cases)
+        return list(tqdm(found, "probes", total=len(cases), leave=False))
 
 
 def jobs_here() -> int:

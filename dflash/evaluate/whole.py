@@ -110,6 +110,7 @@ def evaluate(options: EvaluateOptions, say=print) -> dict[str, Any]:
     prompts = prompts[: options.limit]
     say(f"drafter {folder}, target {name}, {options.dtype} on {device}")
     say(f"first of {len(prompts)} prompts, as the target sees it:\n{prompts[0].text}\n")
+    say(f"decoding, at most {options.max_new_tokens} tokens each ...")
 
     how = (options.max_new_tokens, options.temperature, options.seed, options.compare, options.max_draft)
     results = []
@@ -143,8 +144,10 @@ def evaluate(options: EvaluateOptions, say=print) -> dict[str, Any]:
         packs = held_out_packs(held_out)
         source = OnlineFeatures(target)
         if options.replay:
+            say(f"replaying decoding over {len(packs)} held-out conversations ...")
             summary["held_out"] = evaluate_acceptance(drafter, source, packs)
         if options.parity_responses:
+            say(f"comparing training with decoding on {min(options.parity_responses, len(packs))} held-out answers ...")
             parity = parity_check(target, drafter, source, packs, options.parity_responses)
             summary["parity"] = parity.as_dict() | {"message": parity.message()}
             if not parity.agrees:
@@ -224,7 +227,8 @@ def table(summary: dict[str, Any]) -> str:
         "tokens gained       " + "  ".join(f"{i}: {count}" for i, count in enumerate(summary["histogram"], 1)),
     ]
     if summary["speedup"] is not None:
-        lines.append(f"wall clock          {summary['speedup']:.2f} times plain decoding")
+        low, high = summary["speedup_spread"]
+        lines.append(f"wall clock          {summary['speedup']:.2f} times plain decoding (median; {low:.2f} to {high:.2f})")
     if summary["exact"] is not None:
         lines.append(f"text                {summary['exact']} of {summary['compared']} equal to plain greedy")
     for number, result in enumerate(summary["prompts"], 1):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -37,7 +38,8 @@ class Table:
         rows = [[html.escape(cell) for cell in row] for row in self.rows]
         for number, address in self.links.items():
             rows[number][0] = f'<a href="{html.escape(address, quote=True)}">{rows[number][0]}</a>'
-        return str(self._format("unsafehtml", rows, [html.escape(name) for name in self.head or ()]))
+        text = self._format("unsafehtml", rows, [html.escape(name) for name in self.head or ()])
+        return re.sub(r"(?<=>) +| +(?=</t[hd]>)", "", text)  # tabulate aligns the source, too
 
     __html__ = _repr_html_  # jinja2 takes it as it is
 

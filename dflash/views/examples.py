@@ -82,7 +82,9 @@ def _overall(content: dict[str, Any]) -> str:
         between = f" (95% interval {spread[0]:.2f} to {spread[1]:.2f} over prompts)" if spread else ""
         facts.append(f"acceptance length {content['acceptance_length']:.2f}, bonus token included{between}")
     if content.get("speedup"):
-        facts.append(f"{content['speedup']:.2f} times as fast as plain decoding")
+        spread = content.get("speedup_spread")
+        between = f" (median; {spread[0]:.2f} to {spread[1]:.2f} over prompts)" if spread else ""
+        facts.append(f"{content['speedup']:.2f} times as fast as plain decoding{between}")
     if content.get("compared"):
         facts.append(f"{content.get('exact')} of {content['compared']} answers equal to plain greedy token for token")
     return " · ".join(facts)

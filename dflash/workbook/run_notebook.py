@@ -97,7 +97,7 @@ def run_notebook(
     start, code, reason = time.monotonic(), OK, ""
     said = tempfile.TemporaryFile("w+", errors="replace")
     try:
-        with graceful(_Stop(out.parent)), TerminalProgress(out.parent) if progress else nullcontext():
+        with graceful(_Stop(out.parent), announce=False), TerminalProgress(out.parent) if progress else nullcontext():
             papermill.execute_notebook(
                 str(notebook),
                 str(out),
@@ -232,6 +232,8 @@ class _Stop:
     def stop(self) -> None:
         """Called in a thread of its own."""
         self.series.follow()
+        if self._training():
+            print("\nending after this step, with a checkpoint; Ctrl-C once more ends it now", file=sys.stderr, flush=True)
         asked, deadline = 0.0, time.monotonic() + STOP_PATIENCE
         while self._training() and time.monotonic() < deadline:
             if not self.series.answers.get("stopping") and time.monotonic() - asked > 5:  # again: it may have come too early
