@@ -91,6 +91,6 @@ def test_panels_and_table():
         "exact": False,
         "difference": {"index": 3, "wide": True},
     }
-    assert "differs at token 3: wrong" in prompt_table(unmeasured)
+    assert "differs at token 3: wrong" in str(prompt_table(unmeasured))
     assert "seconds" not in [panel.key for panel in evaluation_panels(unmeasured)]
     assert "&lt;a&gt;" in examples_html(content())
