@@ -274,7 +274,7 @@ def test_mask_token_choice_and_its_bad_values():
     tokenizer = chat_tokenizer()
     size = len(tokenizer)
     assert choose_mask_token_id(tokenizer, size + 10) == size  # a row of the embedding that no token owns
-    assert choose_mask_token_id(tokenizer, size) == 3  # first special token that the template does not use
+    assert choose_mask_token_id(tokenizer, size) == 5  # not 3 and 4, the marks of a thought
     tokenizer.add_special_tokens({"mask_token": "<|unused|>"})
     assert choose_mask_token_id(tokenizer, size) == 5
     for bad, message in (

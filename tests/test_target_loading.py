@@ -14,7 +14,8 @@ from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
 from dflash.errors import TargetError
 from dflash.target import loading as target_loading
 from dflash.target.capture import choose_mask_token_id, load_target
-from dflash.target.loading import find_embedding_weights, load_config, resolve_source
+from dflash.target.head import find_embedding_weights
+from dflash.target.loading import load_config, resolve_source
 
 
 @pytest.fixture

@@ -31,6 +31,7 @@ class DataReport:
     skipped: Counter = field(default_factory=Counter)
     places: dict[str, list[str]] = field(default_factory=dict)
     notes: Counter = field(default_factory=Counter)
+    warnings: list[str] = field(default_factory=list)
     lengths: Counter = field(default_factory=Counter)
     longest: int = 0
 
@@ -107,6 +108,7 @@ class DataReport:
         lines = [f"{name:<{width}}  {value}" for name, value in rows]
         lines += [self.reasons()] if self.skipped else []
         lines += [f"note: {count:,} with {note}" for note, count in self.notes.most_common()]
+        lines += [f"warning: {warning}" for warning in self.warnings]
         edges, counts = self.histogram()
         for edge, count in zip(edges, counts, strict=True):
             bar = "#" * max(1 if count else 0, round(30 * count / max(counts)))

@@ -54,8 +54,9 @@ def _another(job: Job, devices: tuple[torch.device, ...]) -> Target:
     """The job's target once more; one that is spread over devices is read again, as it cannot be copied as a whole."""
     if len(devices) == 1:
         return copy_target(job.target, devices[0])
+    options = job.config.target
     target = load_target(
-        job.config.target.target, "cpu", job.target.dtype, job.target.layer_ids, self_test=False, fast=False
+        options.target, "cpu", job.target.dtype, job.target.layer_ids, options.target_attention, self_test=False, fast=False
     )
     return shard_target(target, devices)
 

@@ -232,6 +232,7 @@ def _load_target(config: RunConfig, data: Data, devices: tuple[torch.device, ...
         device="cpu" if sharded else devices[0],
         layer_ids=data.layer_ids,
         dtype=config.target.target_dtype,
+        attention=config.target.target_attention,
         self_test=not sharded,
         fast=config.target.fast_capture and not sharded,
     )
@@ -243,7 +244,12 @@ def _what_a_drafter_needs(cluster: Cluster, config: RunConfig, data: Data) -> Ta
     name, dtype = config.target.target, config.target.target_dtype
     if cluster.roles.paired:
         return load_target(
-            name, device=cluster.device, layer_ids=data.layer_ids, dtype=dtype, fast=config.target.fast_capture
+            name,
+            device=cluster.device,
+            layer_ids=data.layer_ids,
+            dtype=dtype,
+            attention=config.target.target_attention,
+            fast=config.target.fast_capture,
         )
     if is_random(name):
         return random_head(name, cluster.device, dtype_named(dtype))

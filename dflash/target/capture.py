@@ -124,6 +124,13 @@ class Target:
         head = self.model.get_output_embeddings()
         return self.embed_weight if head is None else head.weight
 
+    def logits(self, states: Tensor) -> Tensor:
+        """The target's logits of final-normed states, capped where the model caps them (Gemma 2)."""
+        head = self.head_weight  # on another device than the states where the target is spread
+        found = torch.nn.functional.linear(states.to(head.device), head)
+        cap = getattr(self.config, "final_logit_softcapping", None)
+        return found if cap is None else cap * torch.tanh(found / cap)
+
     @property
     def is_hybrid(self) -> bool:
         """True when some layer keeps a recurrent state (linear attention, Mamba, short convolution)."""
@@ -275,8 +282,7 @@ class Target:
         own = torch.cat(
             [self.model(input_ids=part, use_cache=False).logits.float() for part in (ids[:, :split], ids[:, split:])], dim=1
         )
-        head = self.head_weight  # on another device than the embedding where the target is spread
-        ours = torch.nn.functional.linear(features.verifier_last_hidden.to(head.device), head).float().to(own.device)
+        ours = self.logits(features.verifier_last_hidden).float().to(own.device)
         if ours.shape != own.shape:
             raise TargetError(f"target self-test: the head gives {ours.shape[-1]} logits, the target {own.shape[-1]}")
         difference = float((ours - own).abs().max() / own.std().clamp_min(1e-6))
@@ -285,7 +291,7 @@ class Target:
                 f"target self-test: lm_head(verifier_last_hidden) differs from the target's own logits "
                 f"by {difference:.3g} standard deviations ({self.dtype}). The last hidden state must be taken once "
                 "through the final norm, documents must not see each other, and the logits must be a plain "
-                "linear head (no scale or soft cap)"
+                "linear head (no scale)"
             )
         return difference
 
@@ -337,7 +343,7 @@ def load_target(
     device: str | torch.device = "cpu",
     dtype: torch.dtype | str | None = None,
     layer_ids=None,
-    attention: str = "sdpa",
+    attention: str = "auto",
     self_test: bool = True,
     fast: bool = True,
 ) -> Target:
@@ -348,6 +354,7 @@ def load_target(
             weights of a shape, as "random:qwen3.6-27b".
         device: where it runs. `dtype`: None takes bfloat16 on a GPU and float32 on the CPU.
         layer_ids: captured layers, checked before any weight is read; None takes `default_layer_ids`.
+        attention: transformers' name of an implementation; "auto" takes what the model supports.
         fast: let a dense target on a GPU, and a hybrid one with flash-linear-attention too, capture by `fast_target` where
             that gives the plain forward's features; `describe` says which way it captures.
     """

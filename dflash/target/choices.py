@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Collection
+
 from dflash.errors import TargetError
 
 
@@ -34,27 +37,33 @@ def validate_layer_ids(layer_ids, num_layers: int) -> list[int]:
     return ids
 
 
-def choose_mask_token_id(tokenizer, vocab_size: int, end_ids=()) -> int:
+def choose_mask_token_id(tokenizer, vocab_size: int, end_ids=(), seen: Collection[int] = ()) -> int:
     """A token for the masked slots that never occurs in text.
 
-    In this order: the tokenizer's own mask token; the first embedding row past the tokenizer's vocabulary
-    (the published drafters' choice); a special token that is no pad, end, begin or unknown token and that
-    the chat template does not use.
+    In this order: the tokenizer's own mask token; the first embedding row past the tokenizer's vocabulary (the published
+    drafters' choice); another row that no token uses; a special token without a role, which the chat template does not
+    write, the model would not (a thought's or a tool's), and the data does not hold (`seen`).
     """
     if tokenizer is None:
         return vocab_size - 1
-    taken = {tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.unk_token_id}
-    taken |= set(end_ids)
+    taken = {getattr(tokenizer, f"{role}_token_id", None) for role in ("pad", "eos", "bos", "unk")} | {*end_ids, *seen}
     mask = getattr(tokenizer, "mask_token_id", None)
     if mask is not None and mask not in taken and mask < vocab_size:
         return mask
-    if len(tokenizer) < vocab_size:
-        return len(tokenizer)
+    used = {*tokenizer.get_vocab().values(), *tokenizer.added_tokens_decoder, *seen}
+    past = max(used, default=-1) + 1
+    free = next((index for index in [past, *range(vocab_size)] if index < vocab_size and index not in used | taken), None)
+    if free is not None:
+        return free
     template = str(tokenizer.chat_template or "")
     for index, token in sorted(tokenizer.added_tokens_decoder.items()):
-        if token.special and index not in taken and index < vocab_size and token.content not in template:
+        written = token.content in template or re.search("think|tool|call|response", token.content, re.IGNORECASE)
+        if token.special and index not in taken and index < vocab_size and not written:
             return index
-    raise TargetError("no unused token was found for the masked slots; name one with mask_token_id")
+    raise TargetError(
+        "no unused token was found for the masked slots: every embedding row has a token, and every special token has a "
+        "role, stands in the chat template or occurs in the data. Name the least harmful one with mask_token_id"
+    )
 
 
 def validate_mask_token_id(mask_token_id: int, tokenizer, vocab_size: int, end_ids=()) -> int:

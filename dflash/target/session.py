@@ -14,7 +14,6 @@ import weakref
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from dflash.errors import TargetError
@@ -128,8 +127,7 @@ def run_cached(target: Target, ids: Tensor, cache: Any, name: str) -> tuple[list
 @torch.no_grad()
 def target_logits(target: Target, last: Tensor) -> Tensor:
     """The target's logits [n, V] of final-normed states [1, n, H], by its own head."""
-    head = target.model.get_output_embeddings()
-    return (F.linear(last, target.head_weight) if head is None else head(last))[0]
+    return target.logits(last)[0]
 
 
 def cache_argument(decoder: torch.nn.Module) -> str:

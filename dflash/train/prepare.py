@@ -39,7 +39,7 @@ from dflash.target.capture import (
     validate_mask_token_id,
 )
 from dflash.target.features import CachedFeatures, FeatureSource, make_source
-from dflash.target.loading import end_token_ids, load_config, load_tokenizer, resolve_source
+from dflash.target.loading import declared_end_ids, load_config, load_tokenizer, resolve_source
 from dflash.target.random_weights import RandomHead, is_random
 from dflash.target.speed import preflight
 from dflash.train.plan import Planner
@@ -92,22 +92,25 @@ def prepare_data(config: RunConfig) -> Data:
         if wanted is None
         else validate_layer_ids(wanted, layers)
     )
-    end_ids = sorted({*end_token_ids(model_config), getattr(tokenizer, "eos_token_id", None)} - {None})
+    end_ids = declared_end_ids(source, model_config, tokenizer)
+    if config.train.soft_labels and getattr(model_config, "final_logit_softcapping", None) is not None:
+        raise ConfigError(
+            f"soft_labels compares with the plain logits of a head, and '{config.target.target}' caps its logits; use "
+            "soft_labels=False"
+        )
     if config.drafter.warm_start is True and config.drafter.drafter_layers > layers:
         raise ConfigError(
             f"warm_start copies the target's last layers, and the target has {layers}, fewer than "
             f"drafter_layers = {config.drafter.drafter_layers}; make the drafter smaller or switch "
             "warm_start off"
         )
-    asked = config.drafter.mask_token_id
-    mask_token_id = (
-        choose_mask_token_id(tokenizer, model_config.vocab_size, end_ids)
-        if asked is None
-        else validate_mask_token_id(asked, tokenizer, model_config.vocab_size, end_ids)
-    )
+    asked, size = config.drafter.mask_token_id, model_config.vocab_size
+    if asked is not None:
+        validate_mask_token_id(asked, tokenizer, size, end_ids)
 
     count = random_packs(options.data)
     if count is not None:
+        mask_token_id = choose_mask_token_id(tokenizer, size, end_ids) if asked is None else asked
         conversations, report = random_conversations(
             count, options.pack_length, model_config.vocab_size, (mask_token_id, *end_ids), config.train.seed
         )
@@ -134,6 +137,14 @@ def prepare_data(config: RunConfig) -> Data:
         raise DataError(
             f"{options.data} leaves no conversation for training after {len(held_out)} were held out; give "
             "more conversations or a smaller held_out"
+        )
+    apart = held_out if options.held_out_data else []
+    held = Counter(token for c in [*conversations, *apart] for token in c.input_ids)
+    mask_token_id = choose_mask_token_id(tokenizer, size, end_ids, held) if asked is None else asked
+    if held[mask_token_id]:
+        report.warnings.append(
+            f"mask_token_id {mask_token_id} is a token of the data: {held[mask_token_id]:,} of {held.total():,} tokens. A "
+            "slot that holds it cannot be told from a masked one; leave mask_token_id empty to have an unused one chosen"
         )
     pad = getattr(tokenizer, "pad_token_id", None) or 0
     return Data(
@@ -228,12 +239,17 @@ def prepare(
     """
     data = data or prepare_data(config)
     say(f"{len(data.conversations)} conversations in {len(data.train_packs)} packs, {len(data.held_out)} held out")
+    for warning in data.report.warnings:
+        say(f"warning: {warning}")
+    if data.report.skipped:
+        say(f"rows left out of {config.data.data}:\n{data.report.reasons()}")
     target_device = drafter_device if target_device is None else target_device
     target = load_target(
         config.target.target,
         device=target_device,
         layer_ids=data.layer_ids,
         dtype=compute_dtype(config.target.target_dtype, target_device),
+        attention=config.target.target_attention,
         fast=config.target.fast_capture,
     )
     say(target.describe())

@@ -39,10 +39,15 @@ class TargetOptions:
     target_layers: tuple[int, ...] | None = None  # captured layer ids (id l = output of layer l); None: evenly spread
     num_captured: int = 3  # how many layers when target_layers is None
     target_dtype: str = "auto"  # "auto", "float32" or "bfloat16"
+    target_attention: str = "auto"  # transformers' name ("sdpa", "eager" ...); "auto" takes what the model supports
     fast_capture: bool = True  # on a GPU, capture by the fast kernels where they agree with the plain path
 
     def __post_init__(self) -> None:
         _require(self.num_captured >= 1, f"num_captured must be at least 1, got {self.num_captured}")
+        _require(
+            self.target_attention in TARGET_ATTENTION,
+            f"target_attention must be one of {', '.join(TARGET_ATTENTION)}; got {self.target_attention!r}",
+        )
         _require(self.target_dtype in DTYPES, f"target_dtype must be one of {DTYPES}, got {self.target_dtype!r}")
 
 
@@ -200,6 +205,7 @@ class RuntimeOptions:
 
 
 DTYPES = ("auto", "float32", "bfloat16")
+TARGET_ATTENTION = ("auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention")
 
 
 @dataclass(frozen=True)
