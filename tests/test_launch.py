@@ -1,4 +1,4 @@
-"""`python -m dflash run`: parameters checked first, honest exit codes, a report whatever happens."""
+"""`dflash run`: parameters checked first, honest exit codes, a report whatever happens."""
 
 from __future__ import annotations
 

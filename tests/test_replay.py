@@ -1,4 +1,4 @@
-"""`python -m dflash replay`: the step of an unbroken run again, and the first number that is not finite."""
+"""`dflash replay`: the step of an unbroken run again, and the first number that is not finite."""
 
 from __future__ import annotations
 

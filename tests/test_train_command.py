@@ -1,4 +1,4 @@
-"""`python -m dflash train`: one config by the serial engine, threads and torchrun; signals; refusals."""
+"""`dflash train`: one config by the serial engine, threads and torchrun; signals; refusals."""
 
 from __future__ import annotations
 

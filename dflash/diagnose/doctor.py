@@ -1,4 +1,4 @@
-"""`python -m dflash doctor`: one page about this machine, to read or to paste into a bug report.
+"""`dflash doctor`: one page about this machine, to read or to paste into a bug report.
 
 Versions, GPUs, the compile cache, the environment variables that matter, the compile probes with protection off and
 on, and advice. Exit code 0 only where a protected run is safe here.

@@ -1,7 +1,7 @@
 """Write a drafter in the layout of the published z-lab drafters or of the speculators package, and read both.
 
-    python -m dflash export --run runs/<id> --format zlab --out DIR
-    python -m dflash export --drafter DIR --format dflash --out DIR      a foreign drafter as a checkpoint of ours
+    dflash export --run runs/<id> --format zlab --out DIR
+    dflash export --drafter DIR --format dflash --out DIR      a foreign drafter as a checkpoint of ours
 
 Tensors keep their names and bits. Neither layout stores the target's embedding and head; with a draft vocabulary,
 speculators stores the head rows and the `t2d` / `d2t` maps beside them. See `layouts` for the configs.

@@ -1,4 +1,4 @@
-"""python -m dflash evaluate: what a trained drafter is worth.
+"""dflash evaluate: what a trained drafter is worth.
 
 Acceptance length (bonus token included) on prompts with a confidence interval, per-slot acceptance, wall-clock
 speed beside plain decoding, exactness of the text, acceptance on the held-out answers, and the comparison of

@@ -1,4 +1,4 @@
-"""A configured run in one rank of torchrun: `python -m dflash train --config runs/<id>/config.yaml` with RANK set."""
+"""A configured run in one rank of torchrun: `dflash train --config runs/<id>/config.yaml` with RANK set."""
 
 from __future__ import annotations
 

@@ -219,7 +219,7 @@ class Trainer:
                 )
 
     def _replay(self, step: int) -> str:
-        return f"python -m dflash replay --run {self.run.path} --step {step}"
+        return f"dflash replay --run {self.run.path} --step {step}"
 
     def _fit_minutes(self, seconds: float) -> None:
         """Plan fewer steps when `max_minutes` would not hold them at `seconds` a step, before the schedule is under

@@ -1,4 +1,4 @@
-"""`python -m dflash replay --run runs/<id> --step N`: one step of a run again, slowly and with every question asked.
+"""`dflash replay --run runs/<id> --step N`: one step of a run again, slowly and with every question asked.
 
 The packs, anchors and weights of a step are pure functions of the run's settings and the step; the weights before it
 come from the newest checkpoint before it, and the steps in between are taken again as the run took them. Then the one

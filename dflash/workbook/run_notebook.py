@@ -1,4 +1,4 @@
-"""`python -m dflash run NOTEBOOK OUT -p name value`: papermill, with the rough edges taken off.
+"""`dflash run NOTEBOOK OUT -p name value`: papermill, with the rough edges taken off.
 
 It makes the folders, checks parameter names and types first, saves the notebook while it runs, tells a killed kernel
 from a finished one (papermill's own output looks green then), always builds the HTML report, and returns:
@@ -88,7 +88,7 @@ def run_notebook(
     if "run_id" in declared and out.name == "report.ipynb" and holds_run(out.parent):
         raise RunError(
             f"{out.parent} already holds a run, and its report would be overwritten; name another folder, or "
-            f"go on with it: python -m dflash train --config {out.parent / 'config.yaml'} --resume"
+            f"go on with it: dflash train --config {out.parent / 'config.yaml'} --resume"
         )
     kernel = kernel or source.metadata.get("kernelspec", {}).get("name") or "python3"
     _refuse_kernel(kernel)

@@ -1,4 +1,4 @@
-"""`python -m dflash sweep NOTEBOOK FOLDER -g block_size 4,8 -g gamma 4,10`: one execution a grid point.
+"""`dflash sweep NOTEBOOK FOLDER -g block_size 4,8 -g gamma 4,10`: one execution a grid point.
 
 Each point runs through `launch.run_notebook` into `FOLDER/<point>/report.ipynb`, with its own report; at the end
 `FOLDER/comparison.html` compares them. A point that is already complete is not run again, so an interrupted sweep

@@ -1,4 +1,4 @@
-"""`python -m dflash regenerate`: have the target write the answers that a drafter is trained on.
+"""`dflash regenerate`: have the target write the answers that a drafter is trained on.
 
 A drafter must predict what its target writes, so the best training text is the target's own. Token ids and
 the finish reason are kept beside the text, because text does not always come back to the same ids when it is

@@ -64,7 +64,7 @@ def grid_figure(panels: Sequence[Panel], columns: int = 2, titles: bool = True) 
     for index, panel in enumerate(panels):
         box = _box(index, columns, (rows, total, head), panel)
         suffix = "" if index == 0 else str(index + 1)
-        _add_axes(layout, panel, suffix, box)
+        _add_axes(layout, panel, suffix, box, alone=columns == 1)
         _add_words(layout, panel, suffix, box, total, titles)
         for trace in traces(panel):
             trace.update(xaxis=f"x{suffix}", yaxis=f"y{suffix}")
@@ -83,15 +83,15 @@ def _box(index: int, columns: int, height: tuple[int, int, int], panel: Panel) -
     rows, total, head = height
     row, column = divmod(index, columns)
     width, tall = 1 / columns, 1 / rows
-    left, right = (0.068, 0.048) if columns > 1 else (0.15 if panel.lanes else 0.11, 0.05)
-    if panel.legend_column:
-        right = 0.15 if columns > 1 else 0.26
+    left, right = 0.068, 0.15 if panel.legend_column else 0.048
+    if columns == 1:  # plotly makes the room itself (`automargin`), however narrow the page
+        left, right = 0.0, 0.0
     top = 1 - row * tall
     return {"x": (column * width + left, (column + 1) * width - right), "y": (top - tall + 52 / total, top - head / total)}
 
 
-def _add_axes(layout: dict, panel: Panel, suffix: str, box: dict) -> None:
-    common = {"gridcolor": style.GRID, "zeroline": False, "linecolor": style.GRID, "automargin": False}
+def _add_axes(layout: dict, panel: Panel, suffix: str, box: dict, alone: bool) -> None:
+    common = {"gridcolor": style.GRID, "zeroline": False, "linecolor": style.GRID, "automargin": alone}
     x_axis = {"domain": list(box["x"]), "anchor": f"y{suffix}", "title": {"text": panel.x_title, "standoff": 6}}
     y_axis = {"domain": list(box["y"]), "anchor": f"x{suffix}", "title": {"text": panel.y_title, "standoff": 6}}
     low, high = panel.y_range
