@@ -1,12 +1,11 @@
-"""What a device computes fast in, decided by a short measurement instead of a list of processors."""
+"""Devices: which there are, what they compute fast in, and how tensors get to them and back."""
 
 from __future__ import annotations
 
 import functools
-import math
-import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 
 import torch
 
@@ -33,6 +32,11 @@ def device_named(name: str | torch.device) -> torch.device:
             f"device {name} is not here, this machine has {torch.cuda.device_count()} GPUs; give one of them, or cpu"
         )
     return device
+
+
+def on(device: torch.device) -> AbstractContextManager:
+    """Make a CUDA device the current one for a block, as kernels that are launched by hand need it."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def default_device() -> str:
@@ -105,25 +109,22 @@ def dtype_named(name: str) -> torch.dtype:
 
 
 def compute_dtype(name: str, device: torch.device | str) -> torch.dtype:
-    """The dtype for "auto", "float32" or "bfloat16": bfloat16 on a GPU, and on a CPU that multiplies faster in it."""
+    """The dtype for "auto", "float32" or "bfloat16": bfloat16 on a GPU, and on a CPU that has instructions for it."""
     if name != "auto":
         return getattr(torch, name)
-    if torch.device(device).type != "cpu":
-        return torch.bfloat16
-    return torch.bfloat16 if _cpu_prefers_bfloat16() else torch.float32
+    fast = torch.device(device).type != "cpu" or cpu_has_bfloat16()
+    return torch.bfloat16 if fast else torch.float32
 
 
 @functools.cache
-def _cpu_prefers_bfloat16() -> bool:
-    """Whether a [512, 576] x [576, 1536] product (a layer of a small model) is clearly faster in bfloat16."""
-    seconds = {}
-    pairs = {
-        dtype: (torch.ones(512, 576, dtype=dtype), torch.ones(576, 1536, dtype=dtype))
-        for dtype in (torch.float32, torch.bfloat16)
-    }
-    for _ in range(20):  # in turn, and the fastest of many: others may want the same cores at any moment
-        for dtype, (a, b) in pairs.items():
-            began = time.perf_counter()
-            a @ b
-            seconds[dtype] = min(seconds.get(dtype, math.inf), time.perf_counter() - began)
-    return seconds[torch.bfloat16] < 0.8 * seconds[torch.float32]
+def cpu_has_bfloat16() -> bool:
+    """Whether the processor multiplies bfloat16 by itself (AVX512-BF16 or AMX; on ARM, BF16), and torch may use that.
+
+    Asked of the processor, not measured: the answer is the same every time. Where the system does not say, False.
+    """
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return False
+    flags = next((line.split(":", 1)[1].split() for line in lines if line.startswith(("flags", "Features"))), [])
+    return bool({"avx512_bf16", "amx_bf16", "bf16"} & set(flags)) and torch.backends.mkldnn.is_available()

@@ -101,8 +101,8 @@ class StampPlanner:
 def serial_run(case: Case, topology: Topology, steps: int) -> tuple[list[float], Tensor]:
     """The reference: the same target device, one drafter, no workers."""
     target = make_target(case, topology.targets[0][0])
-    engine = SerialEngine(make_replica(case, target, topology.drafters[0]), OnlineFeatures(target))
     planner = make_planner(case)
+    engine = SerialEngine(make_replica(case, target, topology.drafters[0]), OnlineFeatures(target), planner)
     with on(topology.drafters[0]), protected(engine.warmup_jobs(planner.step(1))):
         losses = [float(engine.step(planner.step(n), case.lr)[0]) for n in range(1, steps + 1)]
     return losses, weights_of(engine.replica)

@@ -17,10 +17,10 @@ from patience import PATIENCE
 from dflash.bench.pipeline_case import make_planner, make_replica, make_target, weights_of
 from dflash.compile_safety import protected
 from dflash.distributed.cluster import Cluster
-from dflash.distributed.ranks import make_engine, run_rank, serve_target
+from dflash.distributed.feeding import TargetEngine
+from dflash.distributed.ranks import make_engine, run_rank
 from dflash.distributed.sharding import ShardedReplica
 from dflash.target.features import OnlineFeatures
-from dflash.train.resume import whole_drafter
 
 
 def work(cluster: Cluster, job: dict) -> None:
@@ -32,20 +32,15 @@ def work(cluster: Cluster, job: dict) -> None:
     if fail and fail["rank"] == cluster.rank:
         source.get = _failing(source.get, fail["item"])
     if not cluster.drafts:
-        serve_target(cluster, source, planner, 1, steps, case.soft_labels)
+        engine = TargetEngine(cluster, source, planner, steps, case.soft_labels)
+        engine.start(1)
+        engine.follow()
         return
     replica = make_replica(case, target, cluster.device)
     if job.get("sharded"):
         replica = ShardedReplica(replica.drafter, case.options, cluster)
     engine = make_engine(
-        cluster,
-        replica,
-        planner,
-        1,
-        steps,
-        queue_depth=job["depth"],
-        packs_per_step=case.packs_per_step,
-        source=source if cluster.roles.paired else None,
+        cluster, replica, planner, 1, steps, queue_depth=job["depth"], source=source if cluster.roles.paired else None
     )
     planner = engine.planner
     with protected(engine.warmup_jobs(planner.step(1))):
@@ -56,7 +51,7 @@ def work(cluster: Cluster, job: dict) -> None:
         losses = []
         for number in range(1, job.get("stop_after", steps) + 1):
             losses.append(float(engine.step(planner.step(number), case.lr)[0]))
-        with whole_drafter(engine) as drafter:
+        with engine.whole() as drafter:
             weights = torch.cat([p.detach().float().flatten().cpu() for p in drafter.parameters()])
         engine.finish()
     masters = engine.replica.optimizer.masters

@@ -47,16 +47,12 @@ def options(**changes) -> TrainOptions:
 
 
 def planner(settings: TrainOptions, drafter, rows=None) -> Planner:
-    return Planner(
-        rows or packs(),
-        seed=settings.seed,
-        packs_per_step=settings.packs_per_step,
-        block_size=drafter.block_size,
-        max_anchors=drafter.max_anchors,
-        gamma=settings.gamma,
-        reduction=settings.reduction,
-        soft_labels=settings.soft_labels,
-    )
+    return Planner(rows or packs(), settings, drafter.block_size, drafter.max_anchors)
+
+
+def serial_engine(target, replica: Replica, settings: TrainOptions, source=None) -> SerialEngine:
+    """The reference engine of a replica, over the job's packs."""
+    return SerialEngine(replica, source or OnlineFeatures(target), planner(settings, replica.drafter))
 
 
 def first_replica(settings: TrainOptions):
@@ -101,5 +97,6 @@ def drive_until_hang(engine, plans: Planner, settings: TrainOptions, run_dir: Pa
 def serial(settings: TrainOptions) -> tuple[list[float], torch.Tensor]:
     """Losses and final weights of the reference."""
     target, replica = first_replica(settings)
-    losses = drive(SerialEngine(replica, OnlineFeatures(target)), planner(settings, replica.drafter), settings)
+    engine = serial_engine(target, replica, settings)
+    losses = drive(engine, engine.planner, settings)
     return losses, weights(replica)

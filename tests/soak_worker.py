@@ -27,6 +27,7 @@ from dflash.runs.record import MetricsWriter, Run
 from dflash.target.features import OnlineFeatures
 from dflash.train.checkpoint import checkpoints
 from dflash.train.prepare import prepare_data
+from dflash.train.resolve import resolve
 from dflash.train.settings import RunConfig
 from dflash.train.step import Replica
 
@@ -156,7 +157,7 @@ def usage() -> dict[str, int]:
 def work(folder: Path, steps: int, every: int, name: str) -> None:
     """Train run `name` to its end, whatever happens; "whole" has no faults."""
     config = RunConfig.from_parameters(**json.loads((folder / "settings.json").read_text()))
-    data = prepare_data(config)
+    data = prepare_data(resolve(config))
     injector = Injector(fault_plan(steps, every), folder / "faults.txt" if name == "soak" else None)
     path = folder / "runs" / name
     if not path.exists():

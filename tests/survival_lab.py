@@ -11,17 +11,15 @@ import sys
 import time
 from pathlib import Path
 
-from runner_jobs import first_replica, options, planner
+from runner_jobs import first_replica, options, serial_engine
 from tiny_models import random_drafter, tiny_target
 
 from dflash.runs.control import RunControl
 from dflash.runs.record import Run, read_metrics
-from dflash.target.features import OnlineFeatures
 from dflash.train.checkpoint import checkpoints, save_checkpoint
 from dflash.train.loop import Trainer
 from dflash.train.resume import load_training, save_training
 from dflash.train.settings import RunConfig
-from dflash.train.step import SerialEngine
 
 STEPS = 60
 
@@ -49,7 +47,7 @@ def train_here(root: Path, run_id: str, before_save=lambda step: None) -> None:
     target, replica = first_replica(settings)
     fresh = not (root / run_id).exists()
     run = Run.create(root, {}, run_id) if fresh else Run.open(root / run_id)
-    engine, config = SerialEngine(replica, OnlineFeatures(target)), RunConfig(train=settings)
+    engine, config = serial_engine(target, replica, settings), RunConfig(train=settings)
     state = load_training(run) if checkpoints(run.path) else None
     if state is not None:
         engine.load_optimizer(state["optimizer"])
@@ -58,15 +56,7 @@ def train_here(root: Path, run_id: str, before_save=lambda step: None) -> None:
         before_save(step)
         return save_training(run, config, engine, trainer, step)
 
-    trainer = Trainer(
-        engine,
-        planner(settings, replica.drafter),
-        settings,
-        run,
-        RunControl(run.path, run.metrics),
-        evaluate=None,
-        save=save,
-    )
+    trainer = Trainer(engine, settings, run, RunControl(run.path, run.metrics), evaluate=None, save=save)
     if state is not None:
         trainer.load_state_dict(state["trainer"])
     trainer.train(1 if state is None else state["step"] + 1)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from chat_tokenizer import chat_tokenizer
+from chat_tokenizer import chat_tokenizer, save_material
 from safetensors.torch import load_file, save_file
 from tiny_models import random_drafter, tiny_target
 from transformers import Qwen3Config
@@ -389,24 +389,31 @@ def test_training_starts_from_a_published_drafter(tmp_path, layout):
     """`start_from` takes any layout: the first weights are the published ones, and settings that disagree are refused."""
     from types import SimpleNamespace
 
-    from dflash.train.prepare import like_its_start, make_drafter
+    from dflash.train.prepare import make_drafter
+    from dflash.train.resolve import resolve
     from dflash.train.settings import RunConfig
 
-    target = tiny_target()
+    target = tiny_target(vocab_size=270)
+    save_material(tmp_path / "m", target.model, chat_tokenizer())
     published = random_drafter(target, block_size=5)
     folder = tmp_path / layout
     if layout == "dflash":
         save_drafter(published, folder, "tiny")
     else:
         export_drafter(published, folder, layout, "tiny", num_target_layers=4)
-    config = like_its_start(RunConfig.from_parameters(start_from=str(folder), block_size=5, max_anchors=3, dtype="float32"))
-    assert config.target.target_layers == tuple(target.layer_ids)
-    assert config.drafter.mask_token_id == published.mask_token_id
-    drafter = make_drafter(config, target, SimpleNamespace(conversations=[]), "cpu")
+
+    def resolved(**changes):
+        settings = dict(target=str(tmp_path / "m/target"), start_from=str(folder), block_size=5, gpus="cpu", dtype="float32")
+        return resolve(RunConfig.from_parameters(**settings | changes))
+
+    found = resolved(max_anchors=3)
+    assert found.layer_ids == target.layer_ids and found.drafter == published.config
+    assert found.config.drafter.mask_token_id == published.mask_token_id
+    drafter = make_drafter(found, target, SimpleNamespace(conversations=[]), torch.device("cpu"))
     assert drafter.max_anchors == 3 and drafter.block_size == 5 and drafter.lm_head.shape[0] > 0
     for (name, ours), theirs in zip(drafter.named_parameters(), published.parameters(), strict=True):
         assert torch.equal(ours, theirs), name
     with pytest.raises(ConfigError, match="block_size is 4, the drafter in .* was made with 5; pass block_size=5"):
-        like_its_start(RunConfig.from_parameters(start_from=str(folder), block_size=4))
+        resolved(block_size=4)
     with pytest.raises(ConfigError, match="neither drafter.json nor config.json"):
-        like_its_start(RunConfig.from_parameters(start_from=str(tmp_path)))
+        resolved(start_from=str(tmp_path))

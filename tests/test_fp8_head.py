@@ -9,6 +9,7 @@ import types
 import pytest
 import torch
 import torch.nn.functional as F
+from chat_tokenizer import chat_tokenizer, save_material
 from tiny_models import tiny_target
 
 from dflash.bench.workload import StepShape, make_drafter, make_head, make_inputs
@@ -22,9 +23,9 @@ from dflash.errors import ConfigError
 from dflash.launch.run import start_run
 from dflash.train.memory import estimate
 from dflash.train.prepare import make_drafter as drafter_of_a_run
-from dflash.train.refusals import refuse_run
+from dflash.train.resolve import resolve
 from dflash.train.settings import RunConfig
-from dflash.train.topology import Topology, decide
+from dflash.train.topology import decide
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 DTYPES = [torch.float32, torch.bfloat16]
@@ -317,12 +318,14 @@ def test_a_draft_vocabulary_quantizes_its_rows_alone():
     assert torch.equal(drafter.head_fp8.codes[:21, :32].float(), quantize_rows(table[ids])[0].float())
 
 
-def test_a_run_passes_its_setting_on():
-    target = tiny_target()
+def test_a_run_passes_its_setting_on(tmp_path):
+    target = tiny_target(vocab_size=270)
+    save_material(tmp_path, target.model, chat_tokenizer())
     for precision in fp8_head.PRECISIONS:
-        config = RunConfig.from_parameters(head_precision=precision, num_captured=2, dtype="float32", warm_start=False)
-        data = types.SimpleNamespace(conversations=[], layer_ids=[0, 2], mask_token_id=60)
-        drafter = drafter_of_a_run(config, target, data, "cpu")
+        config = RunConfig.from_parameters(
+            target=str(tmp_path / "target"), head_precision=precision, target_layers=[0, 2], gpus="cpu", dtype="float32"
+        )
+        drafter = drafter_of_a_run(resolve(config), target, types.SimpleNamespace(conversations=[]), CPU)
         assert drafter.head_precision == precision and (drafter.head_fp8 is None) == (precision == "same")
 
 
@@ -385,17 +388,19 @@ def test_a_product_that_fails_or_lies_is_refused(gpu, monkeypatch):
 def test_a_run_is_refused_before_its_data_is_read(tmp_path):
     from transformers import LlamaConfig
 
-    LlamaConfig(hidden_size=40, num_attention_heads=4, vocab_size=90).save_pretrained(tmp_path / "target")
+    LlamaConfig(hidden_size=40, num_attention_heads=4, vocab_size=270).save_pretrained(tmp_path / "target")
+    chat_tokenizer().save_pretrained(tmp_path / "target")
     (tmp_path / "target" / "model.safetensors").write_bytes(b"")  # never opened
-    settings = dict(target=str(tmp_path / "target"), data="absent.jsonl", gpus="cpu")
+    settings = dict(target=str(tmp_path / "target"), data="absent.jsonl")
     with pytest.raises(ConfigError, match="multiple of 16, the target's is 40"):
-        start_run(RunConfig.from_parameters(**settings, head_precision="fp8"), root=tmp_path / "runs")
+        start_run(RunConfig.from_parameters(**settings, gpus="cpu", head_precision="fp8"), root=tmp_path / "runs")
     assert not (tmp_path / "runs").exists()
-    single = Topology((CUDA,), ((CUDA,),), True, "by hand")
     config = RunConfig.from_parameters(**settings, head_precision="fp8", dtype="float32")
     with pytest.raises(ConfigError, match="the target's is 40"):
-        refuse_run(config, single)
-    refuse_run(RunConfig.from_parameters(**settings), single)  # nothing asked for, nothing looked at
+        resolve(config, gpus=1, ask_gpus=False)
+    assert (
+        resolve(RunConfig.from_parameters(**settings), gpus=1, ask_gpus=False).dtype == torch.bfloat16
+    )  # nothing asked for
 
 
 def test_unknown_precisions_and_heads_are_refused_by_the_drafter():

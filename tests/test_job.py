@@ -14,7 +14,8 @@ from dflash.launch.run import start_run, train_run
 from dflash.runs.record import Run, read_metrics
 from dflash.train import prepare as job_module
 from dflash.train.checkpoint import checkpoints, is_complete, latest_checkpoint, load_trainer_state, save_checkpoint
-from dflash.train.prepare import draft_vocabulary, prepare_data
+from dflash.train.prepare import frequent_tokens, prepare_data
+from dflash.train.resolve import resolve
 from dflash.train.settings import RunConfig
 
 DATA = Path(__file__).parents[1] / "data" / "smollm2_conversations.jsonl"
@@ -67,11 +68,11 @@ def test_bad_settings_stop_before_long_work(no_weights, tmp_path, changes, error
 
 def test_the_default_number_of_captured_layers_fits_a_small_target():
     small = RunConfig.from_parameters(target="random:tiny@2", data="random:2", pack_length=96, warm_start=False)
-    assert prepare_data(small).layer_ids == [0, 1]
+    assert resolve(small).layer_ids == [0, 1]
     with pytest.raises(ConfigError, match="num_captured is 5, and the target has 2 layers"):
-        prepare_data(replace(small, target=replace(small.target, num_captured=5)))
+        resolve(replace(small, target=replace(small.target, num_captured=5)))
     named = replace(small.target, num_captured=5, target_layers=(1,))
-    assert prepare_data(replace(small, target=named)).layer_ids == [1], "the number is not used where layers are named"
+    assert resolve(replace(small, target=named)).layer_ids == [1], "the number is not used where layers are named"
 
 
 @pytest.mark.parametrize(
@@ -91,26 +92,26 @@ def test_bad_files_stop_before_long_work(no_weights, tmp_path, lines, message):
 
 
 def test_held_out_prompts_are_in_no_training_row(tmp_path):
-    data = prepare_data(RunConfig.from_parameters(**SMALL | {"max_conversations": None, "held_out": 24}))
+    data = prepare_data(resolve(RunConfig.from_parameters(**SMALL | {"max_conversations": None, "held_out": 24})))
     prompts = {c.prompt_key for c in data.held_out}
     assert len(data.held_out) == 24 and not prompts & {c.prompt_key for c in data.conversations}
     assert len(data.conversations) + len(prompts) <= 600
-    same = prepare_data(RunConfig.from_parameters(**SMALL | {"held_out": 24, "held_out_data": str(DATA)}))
+    same = prepare_data(resolve(RunConfig.from_parameters(**SMALL | {"held_out": 24, "held_out_data": str(DATA)})))
     assert {c.prompt_key for c in same.held_out} == prompts and not prompts & {c.prompt_key for c in same.conversations}
 
 
-def test_draft_vocabulary_keeps_frequent_supervised_tokens_and_ends():
+def test_a_draft_vocabulary_keeps_frequent_supervised_tokens_and_ends():
     rows = [Conversation([9, 5, 5, 7, 8], [False, True, True, True, True]), Conversation([9, 7, 5], [False, True, True])]
-    assert draft_vocabulary(rows, None, [2]) is None
-    assert draft_vocabulary(rows, 0, [2]).tolist() == [2, 5, 7, 8]
-    assert draft_vocabulary(rows, 3, [2]).tolist() == [2, 5, 7]
+    assert frequent_tokens(rows, None, [2]) is None
+    assert frequent_tokens(rows, 0, [2]).tolist() == [2, 5, 7, 8]
+    assert frequent_tokens(rows, 3, [2]).tolist() == [2, 5, 7]
 
 
 @pytest.mark.slow
 def test_a_small_run_on_the_real_target(tmp_path):
     """Trains, records, saves, resumes; the saved drafter is the trained one."""
     config = RunConfig.from_parameters(**SMALL)
-    data = prepare_data(config)
+    data = prepare_data(resolve(config))
     run = start_run(config, root=tmp_path, run_id="real", data=data)
     said = []
     outcome = train_run(run, config, say=said.append, data=data)
@@ -156,12 +157,6 @@ def test_only_complete_checkpoints_count(tmp_path):
     (latest_checkpoint(tmp_path) / "complete.json").unlink()
     with pytest.raises(RunError, match="no complete checkpoint; incomplete: step-00000004, step-00000006"):
         latest_checkpoint(tmp_path)
-
-
-def test_a_protected_checkpoint_outlives_newer_ones(tmp_path):
-    for step in (1, 2, 3, 4):
-        save(tmp_path, step, keep=1, protect=2)
-    assert [step for step, _ in checkpoints(tmp_path)] == [2, 4]
 
 
 def test_a_failed_save_leaves_the_older_ones(tmp_path, monkeypatch):

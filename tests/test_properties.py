@@ -158,22 +158,13 @@ def test_any_conversations_train_to_finite_weights_or_are_counted(
         packs = make_packs(found, LENGTH)
         drafter = random_drafter(target, block_size)
         drafter.max_anchors = max_anchors
-        plans = Planner(
-            packs,
-            seed=0,
-            packs_per_step=packs_per_step,
-            block_size=block_size,
-            max_anchors=max_anchors,
-            gamma=gamma,
-            reduction=reduction,
-            soft_labels=soft,
-        )
+        settings = options(gamma=gamma, reduction=reduction, soft_labels=soft, packs_per_step=packs_per_step)
+        plans = Planner(packs, settings, block_size, max_anchors)
     except DataError:
         supervised = [c for c in found if any(c.loss_mask[:LENGTH])]
         assert not supervised or not any(countable(p, block_size) for p in make_packs(found, LENGTH))
         return
-    replica = Replica(drafter, options(gamma=gamma, reduction=reduction, soft_labels=soft, packs_per_step=packs_per_step))
-    engine, skipped = SerialEngine(replica, OnlineFeatures(target)), 0
+    engine, skipped = SerialEngine(Replica(drafter, settings), OnlineFeatures(target), plans), 0
     for step in (1, 2):
         plan = plans.step(step)
         for item in plan.items:

@@ -22,6 +22,7 @@ from dflash.target.features import OnlineFeatures, make_source
 from dflash.target.random_weights import build_random, random_config, random_head
 from dflash.train.memory import MemoryEstimateError
 from dflash.train.prepare import prepare, prepare_data
+from dflash.train.resolve import resolve
 from dflash.train.settings import RunConfig
 from dflash.train.step import Replica, SerialEngine
 
@@ -148,16 +149,19 @@ def test_more_random_ids_than_memory_holds_are_refused():
 
 
 def test_data_for_a_random_target(tmp_path):
-    data = prepare_data(settings(held_out=24))
+    resolved = resolve(settings(held_out=24))
+    data = prepare_data(resolved)
     assert len(data.train_packs) == 4 and not data.held_out and not data.held_out_packs
-    assert data.mask_token_id == 299 and not any((pack.input_ids == 299).any() for pack in data.train_packs)
+    assert resolved.config.drafter.mask_token_id == 299 and not any(
+        (pack.input_ids == 299).any() for pack in data.train_packs
+    )
     ids = tmp_path / "ids.jsonl"
     ids.write_text('{"input_ids": [5, 6, 7, 8, 9, 10], "loss_mask": [0, 1, 1, 1, 1, 1]}\n' * 3)
-    assert len(prepare_data(settings(data=str(ids), held_out=1)).conversations) == 3
+    assert len(prepare_data(resolve(settings(data=str(ids), held_out=1))).conversations) == 3
     text = tmp_path / "text.jsonl"
     text.write_text('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n')
     with pytest.raises(DataError, match="has no tokenizer.*random:24"):
-        prepare_data(settings(data=str(text)))
+        prepare_data(resolve(settings(data=str(text))))
 
 
 # -- runs -----------------------------------------------------------------------------------------------------------
@@ -172,7 +176,7 @@ def test_data_for_a_random_target(tmp_path):
 )
 def test_what_a_random_target_cannot_give_is_refused(changes, message):
     with pytest.raises(ConfigError, match=message):
-        prepare_data(settings(**changes))
+        resolve(settings(**changes))
 
 
 def test_one_that_does_not_fit_is_refused_before_it_is_built(monkeypatch, tmp_path):
@@ -219,7 +223,7 @@ def test_without_the_last_state_later_layers_do_not_run(kind):
     short = target.capture(ids, lengths, last_hidden=False)
     assert ran == {0, 1, 2, 3} and set(calls) == {0, 1, 2}
     assert torch.equal(short.all_hidden_states, whole.all_hidden_states)
-    assert short.verifier_last_hidden.shape == whole.verifier_last_hidden.shape and not short.verifier_last_hidden.any()
+    assert short.verifier_last_hidden is None
     assert torch.equal(target.capture(ids, lengths).verifier_last_hidden, whole.verifier_last_hidden), "and it still can"
     target.capture(ids, last_hidden=False)
     assert target.model(input_ids=ids).logits.shape == (1, 20, 61), "nothing stops a forward pass of another kind"
@@ -229,11 +233,10 @@ def test_hard_labels_train_on_the_short_capture_with_equal_numbers():
     config = settings(features="online", soft_labels=False)
     losses = []
     for last_hidden in (True, False):
-        job = prepare(config)
+        job = prepare(resolve(config))
         assert isinstance(job.source, OnlineFeatures) and not job.source.last_hidden
-        engine = SerialEngine(
-            Replica(job.drafter, config.train), OnlineFeatures(job.target, torch.bfloat16, last_hidden=last_hidden)
-        )
+        source = OnlineFeatures(job.target, torch.bfloat16, last_hidden=last_hidden)
+        engine = SerialEngine(Replica(job.drafter, config.train), source, job.planner)
         losses.append(torch.stack([engine.step(job.planner.step(step), 1e-3) for step in (1, 2, 3)]))
     assert torch.equal(losses[0], losses[1]) and float(losses[0][0, 0]) > 1
 
@@ -242,7 +245,8 @@ def test_soft_labels_keep_the_last_state():
     target, packs = tiny_target(), make_packs(random_conversations(1, 64, 61)[0], 64, order="in_order")
     for soft in (True, False):
         source = make_source(target, packs, mode="online", keep_last_hidden=soft, dtype=torch.float32)
-        assert bool(source.get(packs[0]).verifier_last_hidden.any()) is soft
+        last = source.get(packs[0]).verifier_last_hidden
+        assert (last is not None and bool(last.any())) is soft
 
 
 # -- fast capture in real loading ------------------------------------------------------------------------------------------

@@ -133,8 +133,8 @@ def test_the_walk_is_the_runs_own_and_the_step_is_float32():
     from dflash.train.step import Replica
 
     half = Replica(replica.drafter.to(torch.bfloat16), settings)
-    plans, engine = planner(settings, half.drafter), None
-    engine = SerialEngine(half, OnlineFeatures(target))
+    plans = planner(settings, half.drafter)
+    engine = SerialEngine(half, OnlineFeatures(target), plans)
     for step in (1, 2):
         engine.step(plans.step(step), learning_rate(step, 6, settings.warmup_steps, settings.lr, settings.min_lr_ratio))
     masters = torch.cat([m.detach().flatten() for m in half.optimizer.masters])

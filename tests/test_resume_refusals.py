@@ -16,17 +16,16 @@ from patience import PATIENCE, wait_until
 from survival_lab import processes_of
 from test_train_command import kinds, losses, material, start, wait_for_steps, write_config  # noqa: F401
 
+from dflash import devices
 from dflash.__main__ import main
-from dflash.distributed import sources
 from dflash.errors import ResumeError, RunError
 from dflash.runs import lock as run_lock
 from dflash.runs.lock import locked, refuse_running
 from dflash.runs.record import METRICS_NAME
 from dflash.train.checkpoint import checkpoints, newest_state
 from dflash.train.optimizer import MasterAdamW, finite_each
-from dflash.train.resume import dtypes_before
-from dflash.train.settings import RunConfig, RuntimeOptions
-from dflash.train.topology import decide
+from dflash.train.resolve import Before, resolve, settle_run
+from dflash.train.settings import RunConfig
 
 
 @pytest.fixture(scope="module")
@@ -132,32 +131,31 @@ def test_a_run_that_started_from_a_drafter_keeps_that_drafters_shape(trained, ma
     assert [r["step"] for r in kinds(config.parent)["step"]] == list(range(1, 7))
 
 
+TINY = dict(target="random:tiny", data="random:8", warm_start=False, held_out=0)
+
+
 def test_auto_dtypes_stay_those_of_the_checkpoint(run, monkeypatch):
-    """On a CPU "auto" is a measurement, and one that may come out otherwise when a run goes on."""
-    assert dtypes_before(run) == ("float32", "float32")
-    monkeypatch.setattr(
-        sources, "compute_dtype", lambda name, device: torch.bfloat16 if name == "auto" else getattr(torch, name)
-    )
-    topology = decide(RuntimeOptions(gpus="cpu"), 0)
-    for before, wanted in ((None, "bfloat16"), (("float32", "float32"), "float32")):
-        said = []
-        fitted = sources.fit_to(RunConfig.from_parameters(dtype="auto", target_dtype="auto"), topology, said.append, before)
-        assert (fitted.train.dtype, fitted.target.target_dtype) == (wanted, wanted) and not said
-    said = []
-    on_gpu = decide(RuntimeOptions(gpus="0", target_gpus="0"), 1)  # decided by number alone
-    fitted = sources.fit_to(RunConfig.from_parameters(dtype="auto"), on_gpu, said.append, ("bfloat16", "float32"))
-    assert (fitted.target.target_dtype, fitted.train.dtype) == ("bfloat16", "float32")
-    assert said == ["dtype stays float32, as the checkpoint was trained; dtype=bfloat16 is faster on cuda:0"]
+    """On a CPU "auto" follows the processor, and a run may go on with another one."""
+    change(run, "target", target_dtype="auto")
+    config = RunConfig.load(change(run, "train", dtype="auto"))
+    monkeypatch.setattr(devices, "cpu_has_bfloat16", lambda: True)
+    for going_on, wanted in ((False, torch.bfloat16), (True, torch.float32)):
+        found = settle_run(run, config) if going_on else resolve(config)
+        assert (found.dtype, found.target_dtype) == (wanted, wanted) and not found.notes
+    on_gpu = RunConfig.from_parameters(**TINY, dtype="auto", gpus="0", target_gpus="0")  # decided by number alone
+    found = resolve(on_gpu, Before("bfloat16", "float32"), gpus=1, ask_gpus=False)
+    assert (found.target_dtype, found.dtype) == (torch.bfloat16, torch.float32)
+    assert found.notes == ("dtype stays float32, as the checkpoint was trained; dtype=bfloat16 is faster on cuda:0",)
 
 
 def test_another_dtype_than_the_checkpoints_is_said():
-    said, topology = [], decide(RuntimeOptions(gpus="cpu"), 0)
-    config = RunConfig.from_parameters(dtype="bfloat16", target_dtype="bfloat16")
-    assert sources.fit_to(config, topology, said.append, ("float32", "bfloat16")).target.target_dtype == "bfloat16"
-    assert said == [
+    config = RunConfig.from_parameters(**TINY, gpus="cpu", dtype="bfloat16", target_dtype="bfloat16")
+    found = resolve(config, Before("float32", "bfloat16"))
+    assert found.config.target.target_dtype == "bfloat16"
+    assert found.notes == (
         "target_dtype is bfloat16, and the checkpoint was trained in float32: the run goes on, but it is not "
-        "the unbroken run"
-    ]
+        "the unbroken run",
+    )
 
 
 def test_an_existing_run_is_refused_for_its_memory_too(run, capsys):

@@ -10,7 +10,8 @@ from pipeline_lab import run_torchrun, serial_run
 
 from dflash.bench.pipeline_case import TINY, Case
 from dflash.distributed.cluster import Roles, roles_of, workers
-from dflash.distributed.processes import LocalInbox, Schedule, steps_ahead
+from dflash.distributed.inbox import LocalInbox
+from dflash.distributed.schedule import Schedule, steps_ahead
 from dflash.errors import ConfigError
 from dflash.train.settings import RuntimeOptions
 from dflash.train.topology import decide

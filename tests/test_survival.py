@@ -31,6 +31,7 @@ from dflash.train.checkpoint import (
 from dflash.train.optimizer import MasterAdamW
 from dflash.train.plan import Planner
 from dflash.train.prepare import prepare_data
+from dflash.train.resolve import resolve
 from dflash.train.resume import SUPERSEDED, plan_fingerprint, rewind_record, same_plan
 from dflash.train.settings import RunConfig
 from dflash.train.step import Replica
@@ -82,7 +83,7 @@ def test_the_best_checkpoint_outlives_newer_ones_and_a_resume(tmp_path):
 
 def test_a_trained_run_keeps_the_checkpoint_of_its_best_evaluation(material, tmp_path, monkeypatch):  # noqa: F811
     lengths = iter([1.0, 1.5, 3.0, 2.0, 2.5])
-    monkeypatch.setattr("dflash.launch.run.evaluate_acceptance", lambda *a: {"acceptance_length": next(lengths)})
+    monkeypatch.setattr("dflash.launch.course.evaluate_acceptance", lambda *a: {"acceptance_length": next(lengths)})
     config = write_config(material, tmp_path / "runs/best", eval_every=2, checkpoint_every=2, keep_checkpoints=1)
     assert main(["train", "--config", str(config)]) == 0
     assert [step for step, _ in checkpoints(config.parent)] == [4, 8]
@@ -257,7 +258,7 @@ def test_a_run_in_three_parts_is_the_unbroken_run_bit_for_bit(material, tmp_path
     fixed = dict(gpus="cpu:2", target_gpus="cpu:1", launcher=launcher, min_lr_ratio=1.0, eval_every=100, pack_length=256)
     whole = write_config(material, tmp_path / "runs/whole", **fixed)
     assert main(["train", "--config", str(whole)]) == 0
-    per_epoch = len(prepare_data(RunConfig.load(whole)).train_packs)
+    per_epoch = len(prepare_data(resolve(RunConfig.load(whole))).train_packs)
     cuts = [2, 5, 8]
     assert any(2 * cut % per_epoch == 0 for cut in cuts[:2]) and any(2 * cut % per_epoch for cut in cuts[:2]), per_epoch
     config = write_config(material, tmp_path / "runs/parts", **fixed)

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from runner_jobs import drive, first_replica, options, packs, planner, weights
+from runner_jobs import drive, first_replica, options, packs, planner, serial_engine, weights
 
 from dflash.data import Conversation, make_packs
 from dflash.errors import DataError
@@ -16,27 +16,19 @@ from dflash.train.checkpoint import checkpoints, load_trainer_state, save_checkp
 from dflash.train.loop import NonFiniteParameterError, Trainer
 from dflash.train.optimizer import MasterAdamW, learning_rate
 from dflash.train.plan import Planner
-from dflash.train.step import Replica, SerialEngine
+from dflash.train.step import Replica
 
 
 def make_trainer(tmp_path, settings, run_id="run", resume=False, source=None, evaluate=None):
     target, replica = first_replica(settings)
-    engine = SerialEngine(replica, source or OnlineFeatures(target))
+    engine = serial_engine(target, replica, settings, source)
     run = Run.open(tmp_path / run_id) if resume else Run.create(tmp_path, {}, run_id)
 
     def save(step):
         state = {"optimizer": replica.optimizer.state_dict(), "trainer": trainer.state_dict()}
         return save_checkpoint(run.path, step, replica.drafter, "tiny", state, keep=9)
 
-    trainer = Trainer(
-        engine,
-        planner(settings, replica.drafter),
-        settings,
-        run,
-        RunControl(run.path, run.metrics),
-        evaluate=evaluate,
-        save=save,
-    )
+    trainer = Trainer(engine, settings, run, RunControl(run.path, run.metrics), evaluate=evaluate, save=save)
     return trainer
 
 
@@ -90,7 +82,7 @@ def test_denominator_is_the_weight_that_the_model_counts():
 def test_no_packs_or_answers_too_short_are_refused():
     _, replica = first_replica(options())
     with pytest.raises(DataError, match="there are no training packs"):
-        Planner([], seed=0, packs_per_step=1, block_size=4, max_anchors=4, gamma=None)
+        Planner([], options(), block_size=4, max_anchors=4)
     row = make_packs([Conversation([1, 2, 3, 4], [False, False, False, True], 0)], 16)
     with pytest.raises(DataError, match="answers are too short for any block"):
         planner(options(), replica.drafter, row)
@@ -203,7 +195,7 @@ def test_the_loss_falls_and_every_step_is_on_record(tmp_path):
     kinds = [(r["kind"], r["step"]) for r in read_metrics(trainer.run.path)[0] if r["kind"] in ("eval", "checkpoint")]
     assert kinds == [("eval", 0), ("eval", 10), ("checkpoint", 15), ("eval", 20), ("eval", 30), ("checkpoint", 30)]
     assert [step for step, _ in checkpoints(trainer.run.path)] == [15, 30]
-    plan = trainer.planner.step(1)
+    plan = trainer.engine.planner.step(1)
     assert records[0]["tokens"] == sum(int(i.pack.lengths.sum()) for i in plan.items)
     assert records[0]["supervised_slots"] == plan.supervised_slots
 
@@ -254,7 +246,7 @@ def test_a_step_without_supervision_is_skipped_and_counted(tmp_path):
     rows[1].loss_mask[:] = False
     settings = options(steps=6, packs_per_step=1)
     trainer = make_trainer(tmp_path, settings)
-    trainer.planner = planner(settings, trainer.engine.replica.drafter, rows)
+    trainer.engine.planner = planner(settings, trainer.engine.replica.drafter, rows)
     before = None
     step = trainer.engine.step
 
@@ -341,7 +333,8 @@ def test_serial_engine_is_deterministic():
     runs = []
     for _ in range(2):
         target, replica = first_replica(settings)
-        runs.append(drive(SerialEngine(replica, OnlineFeatures(target)), planner(settings, replica.drafter), settings))
+        engine = serial_engine(target, replica, settings)
+        runs.append(drive(engine, engine.planner, settings))
     assert runs[0] == runs[1]
 
 
@@ -349,5 +342,6 @@ def test_bfloat16_replica_trains():
     settings = options(steps=25, packs_per_step=2)
     target, replica = first_replica(settings)
     replica = Replica(replica.drafter.to(torch.bfloat16), settings)
-    losses = drive(SerialEngine(replica, OnlineFeatures(target)), planner(settings, replica.drafter), settings)
+    engine = serial_engine(target, replica, settings)
+    losses = drive(engine, engine.planner, settings)
     assert losses[-1] < 0.9 * losses[0]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import time
-from contextlib import nullcontext
 from dataclasses import replace
 from itertools import cycle
 
@@ -27,7 +26,7 @@ from dflash.bench.pipeline_case import (
 from dflash.bench.timing import StepClock, environment, free_memory, matmul_ceiling, measure, refuse_hours, write_json
 from dflash.bench.workload import matmul_flops
 from dflash.compile_safety import protected
-from dflash.devices import one_host_thread
+from dflash.devices import on, one_host_thread
 from dflash.distributed.accounting import Rates, advice
 from dflash.distributed.threads import PipelineEngine
 from dflash.runs.sampler import resident_bytes
@@ -39,11 +38,6 @@ from dflash.train.topology import CPU, Topology, decide
 
 _TOO_FAST = 1.5  # a pipeline above this share of its slower side shows that a stage alone was measured too slow
 SHAPES = {"tiny": TINY, "small": SMALL, "medium": MEDIUM, "full": FULL}
-
-
-def on(device: torch.device):
-    """Make `device` the current one; nothing to do on the CPU."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def memory_now(devices) -> dict[str, dict[str, int | None]]:

@@ -155,15 +155,7 @@ def make_packs(case: Case, seed: int = 0) -> list[Pack]:
 
 
 def make_planner(case: Case) -> Planner:
-    return Planner(
-        make_packs(case),
-        seed=0,
-        packs_per_step=case.packs_per_step,
-        block_size=case.shape.block,
-        max_anchors=case.shape.anchors,
-        gamma=case.options.gamma,
-        soft_labels=case.soft_labels,
-    )
+    return Planner(make_packs(case), case.options, case.shape.block, case.shape.anchors)
 
 
 def make_replica(case: Case, target: Target, device: torch.device) -> Replica:

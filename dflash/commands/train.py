@@ -25,7 +25,6 @@ def main(args: argparse.Namespace) -> int:
     from dflash.errors import ConfigError, DataError, ResumeError, TargetError
     from dflash.launch.run import open_run, train_run
     from dflash.launch.signals import graceful
-    from dflash.launch.torchrun import train_with_torchrun
     from dflash.runs.control import RunControl
     from dflash.train.settings import RunConfig
 
@@ -38,10 +37,9 @@ def main(args: argparse.Namespace) -> int:
     run = open_run(path, config, args.resume, Path(args.runs))
     print(f"run {run.path}", flush=True)
     control = RunControl(run.path, run.metrics)
-    train = train_with_torchrun if config.runtime.launcher == "torchrun" else train_run
     with graceful(control) as received:
         try:
-            outcome = train(run, config, control, resume=args.resume, say=lambda line: print(line, flush=True))
+            outcome = train_run(run, config, control, resume=args.resume, say=lambda line: print(line, flush=True))
         except (ConfigError, DataError, TargetError, ResumeError):
             raise
         except KeyboardInterrupt:

@@ -104,6 +104,28 @@ def roles_of(topology: Topology, world: int, local_world: int) -> Roles:
     return Roles(len(topology.drafters), len(topology.targets), world // local_world, paired)
 
 
+def open_store(seconds: float) -> dist.Store:
+    """The key-value store that all ranks share."""
+    store = next(dist.rendezvous("env://", timeout=timedelta(seconds=seconds)))[0]
+    store.set_timeout(timedelta(seconds=seconds))
+    return dist.PrefixStore("dflash", store)
+
+
+def word(store: dist.Store, key: str, seconds: float) -> str:
+    """What rank 0 says under `key`.
+
+    Raises: ConfigError with the reason of a rank that will not take part; RunError after `seconds`.
+    """
+    end = time.monotonic() + seconds
+    while not store.check([key]):
+        if store.check(["refused"]):
+            raise ConfigError(store.get("refused").decode())
+        if time.monotonic() > end:
+            raise RunError(f"rank 0 did not start within {seconds:.0f} s; look at the output of its node")
+        time.sleep(_LOOK)
+    return store.get(key).decode()
+
+
 def meet(store: dist.Store, rank: int, world: int, seconds: float) -> None:
     """Wait until every rank is here. A collective would wait as long for one that has said why it will not come.
 
@@ -124,15 +146,14 @@ def meet(store: dist.Store, rank: int, world: int, seconds: float) -> None:
 
 
 @contextmanager
-def refusing(patience: float = 10.0) -> Iterator[None]:
-    """In the block a rank looks at its settings; an error of it also ends the ranks that wait in `meet` for this one."""
+def refusing(store: dist.Store) -> Iterator[None]:
+    """In the block a rank looks at its settings; an error of it also ends the ranks that wait for this one."""
     try:
         yield
     except DFlashError as error:
         with suppress(RuntimeError, OSError, ValueError):  # nobody to tell
-            store = next(dist.rendezvous("env://", timeout=timedelta(seconds=patience)))[0]
-            told = f"node {os.environ.get('GROUP_RANK', 0)} cannot take part: {error}"
-            dist.PrefixStore("dflash", store).set("refused", told)
+            if not store.check(["refused"]):
+                store.set("refused", f"node {os.environ.get('GROUP_RANK', 0)} cannot take part: {error}")
             if os.environ.get("GROUP_RANK", "0") == "0":
                 time.sleep(2 * _BEAT)  # the store goes with this node: let the others read what happened
         raise
@@ -141,7 +162,7 @@ def refusing(patience: float = 10.0) -> Iterator[None]:
 class Cluster:
     """This rank's place, its process groups and the key-value store that all ranks share."""
 
-    def __init__(self, topology: Topology, timeout: float):
+    def __init__(self, topology: Topology, timeout: float, store: dist.Store | None = None):
         rank, world, local = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
         self.roles = roles_of(topology, world, int(os.environ["LOCAL_WORLD_SIZE"]))
         self.rank, self.node, self.local = rank, rank // self.roles.per_node, local
@@ -154,11 +175,10 @@ class Cluster:
             os.environ.setdefault("NCCL_MAX_P2P_NCHANNELS", "4")  # receives that wait must not fill the GPU
         kinds = {device.type for device in topology.devices}
         backend = "cpu:gloo,cuda:nccl" if "cuda" in kinds else "gloo"
-        store, rank, world = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout)))
-        store.set_timeout(timedelta(seconds=timeout))
-        self.store = dist.PrefixStore("dflash", store)
+        self.store = store or open_store(timeout)
         meet(self.store, rank, world, timeout)
-        dist.init_process_group(backend, store=dist.PrefixStore("group", store), rank=rank, world_size=world, timeout=_NEVER)
+        group = dist.PrefixStore("group", self.store)
+        dist.init_process_group(backend, store=group, rank=rank, world_size=world, timeout=_NEVER)
         self.drafter_group = dist.new_group(self.roles.drafter_ranks)
         self.name = f"node {self.node} " * (self.roles.nodes > 1) + (
             f"drafter[{self.index}]" if self.drafts else f"target[{self.index}]"

@@ -83,37 +83,24 @@ class HandOver:
         self._claims = threading.Lock()
         self._exhausted = False
         self._streams: dict[tuple[int, torch.device], torch.cuda.Stream] = {}
-        self._soft = True
 
     def allocate(self, like: Features, with_last_hidden: bool = True) -> None:
         """Make the slots, in the shapes and dtype of a first pack's features.
 
         Args:
-            with_last_hidden: False leaves `verifier_last_hidden` out (hard labels never read it); it is zeros then.
+            with_last_hidden: False leaves `verifier_last_hidden` out (hard labels never read it).
         """
-        self._soft = with_last_hidden
+        like = like if with_last_hidden else Features(like.all_hidden_states)
         for lane in self.lanes:
-            for _ in range(self.depth):
-                hidden = torch.empty_like(like.all_hidden_states, device=lane.device)
-                last = (
-                    torch.empty_like(like.verifier_last_hidden, device=lane.device)
-                    if with_last_hidden
-                    else hidden.new_zeros(1, 1, 1).expand(like.verifier_last_hidden.shape)
-                )
-                lane.slots.append(Slot(Features(hidden, last)))
+            lane.slots = [_slot_like(like, lane.device) for _ in range(self.depth)]
             lane.free.extend(lane.slots)
-            lane.slots[0].features.all_hidden_states.copy_(like.all_hidden_states)  # a warmup reads them
-            if with_last_hidden:
-                lane.slots[0].features.verifier_last_hidden.copy_(like.verifier_last_hidden)
+            for into, source in zip(lane.slots[0].features.tensors, like.tensors, strict=True):
+                into.copy_(source)  # a warmup reads them
 
     @property
     def nbytes(self) -> int:
         """Bytes of the slots of one drafter."""
-        per = [
-            s.features.all_hidden_states.nbytes + self._soft * s.features.verifier_last_hidden.nbytes
-            for s in self.lanes[0].slots
-        ]
-        return sum(per)
+        return sum(slot.features.nbytes for slot in self.lanes[0].slots)
 
     def filled(self, drafter: int) -> int:
         """Packs that lie ready for a drafter."""
@@ -165,9 +152,7 @@ class HandOver:
         return done
 
     def _copy(self, slot: Slot, features: Features, device: torch.device, worker: int) -> torch.cuda.Event | None:
-        pairs = [(slot.features.all_hidden_states, features.all_hidden_states)]
-        if self._soft:
-            pairs.append((slot.features.verifier_last_hidden, features.verifier_last_hidden))
+        pairs = list(zip(slot.features.tensors, features.tensors, strict=False))  # a last state may be left behind
         for into, source in pairs:
             if into.shape != source.shape:
                 raise ValueError(
@@ -212,6 +197,11 @@ class HandOver:
         with self.monitor.changed:
             lane.free.append(slot)
             self.monitor.changed.notify_all()
+
+
+def _slot_like(features: Features, device: torch.device) -> Slot:
+    """A slot on `device` for features of these shapes."""
+    return Slot(Features(*(torch.empty_like(tensor, device=device) for tensor in features.tensors)))
 
 
 def _record(device: torch.device) -> torch.cuda.Event | None:

@@ -1,4 +1,4 @@
-"""The work of one rank, given its parts: serve as a target, or draft; leave together, or fail together."""
+"""What a rank of torchrun does: a drafter's engine, joining the others, and leaving together."""
 
 from __future__ import annotations
 
@@ -6,65 +6,22 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
-import torch
 import torch.distributed as dist
 
 from dflash.distributed.accounting import Ledger
 from dflash.distributed.cluster import Cluster, LifeLine
-from dflash.distributed.processes import Feeder, Inbox, LocalInbox, ProcessEngine, Schedule, handshake, steps_ahead
+from dflash.distributed.inbox import LocalInbox, Received
+from dflash.distributed.processes import ProcessEngine
+from dflash.distributed.schedule import Schedule, handshake, steps_ahead
 from dflash.distributed.sharding import ShardedEngine, ShardedReplica
 from dflash.distributed.threads import SharedPlanner
 from dflash.runs.record import MetricsWriter
-from dflash.target.capture import Features
+from dflash.target.features import FeatureSource
 from dflash.train.plan import Planner
-from dflash.train.step import FeatureSource, Replica
+from dflash.train.step import Replica
 from dflash.train.topology import Topology
-
-if TYPE_CHECKING:
-    from dflash.data import Pack
-
-
-def serve_target(
-    cluster: Cluster,
-    source: FeatureSource,
-    planner: Planner,
-    first_step: int,
-    last_step: int,
-    soft_labels: bool,
-    held_out: Sequence[Pack] = (),
-    metrics: MetricsWriter | None = None,
-) -> None:
-    """A target rank's life: say what features look like, send those of the held-out packs, feed the drafters."""
-    handshake(cluster)
-    schedule = Schedule(planner, cluster, first_step, last_step)
-    feeder = Feeder(cluster, source, schedule, soft_labels, Ledger(cluster.name, cluster.device, metrics))
-    feeder.announce(source.get(planner.step(first_step).items[0].pack))
-    if cluster.node == 0 and cluster.index == 0:
-        for pack in held_out:
-            hidden = source.get(pack).all_hidden_states
-            dist.send(hidden.to(cluster.device).contiguous(), cluster.roles.drafter_rank(0))
-    feeder.run()
-
-
-class HeldOutFeatures:
-    """Features of the held-out packs, kept on the host of rank 0, which has no target of its own."""
-
-    def __init__(self, cluster: Cluster, packs: Sequence[Pack], like: Features):
-        self.device = cluster.device
-        self._kept: dict[int, torch.Tensor] = {}
-        width = like.all_hidden_states.shape[-1]
-        for pack in packs:
-            hidden = torch.empty(1, len(pack.input_ids), width, dtype=like.all_hidden_states.dtype, device=self.device)
-            dist.recv(hidden, cluster.roles.target_rank(0, 0))
-            self._kept[pack.pack_id] = hidden.cpu()
-        self._hidden = like.verifier_last_hidden.shape[-1]
-
-    def get(self, pack: Pack) -> Features:
-        hidden = self._kept[pack.pack_id].to(self.device)
-        return Features(hidden, hidden.new_zeros(1, 1, 1).expand(1, hidden.shape[1], self._hidden))
 
 
 def make_engine(
@@ -75,32 +32,19 @@ def make_engine(
     last_step: int,
     *,
     queue_depth: int,
-    packs_per_step: int,
     source: FeatureSource | None = None,
     metrics: MetricsWriter | None = None,
-    timeout: float = 600.0,
 ) -> ProcessEngine:
     """A drafter rank's engine. `source`: its own target, where every rank has one; None receives from target ranks."""
-    if not isinstance(planner, SharedPlanner):
-        planner = SharedPlanner(planner)
+    ahead = steps_ahead(queue_depth, planner.packs_per_step, cluster.roles.replicas)
+    planner = SharedPlanner(planner)
     if source is None:
         handshake(cluster)
-        schedule = Schedule(planner, cluster, first_step, last_step)
-        inbox = Inbox(cluster, schedule, queue_depth, replica.options.soft_labels, timeout)
+        inbox = Received(cluster, Schedule(planner, cluster, first_step, last_step), queue_depth)
     else:
         inbox = LocalInbox(source)
-    ahead = steps_ahead(queue_depth, packs_per_step, cluster.roles.replicas)
     kind = ShardedEngine if isinstance(replica, ShardedReplica) else ProcessEngine
     return kind(cluster, replica, planner, inbox, ahead, last_step, Ledger(cluster.name, cluster.device, metrics))
-
-
-def held_out_source(cluster: Cluster, engine: ProcessEngine, packs: Sequence[Pack]) -> FeatureSource | None:
-    """Where rank 0 finds the features it evaluates on; None on other ranks."""
-    if not (cluster.rank == 0 and packs):
-        return None
-    if isinstance(engine.inbox, LocalInbox):
-        return engine.inbox.source
-    return HeldOutFeatures(cluster, packs, engine.inbox.free[0])
 
 
 OnFailure = Callable[[Cluster, dict, BaseException | None], None]
@@ -111,17 +55,19 @@ def run_rank(
     work: Callable[[Cluster, LifeLine], None],
     timeout: float,
     on_failure: OnFailure = lambda cluster, failure, error: None,
+    store: dist.Store | None = None,
 ) -> int:
     """Join the other ranks, do `work`, leave together.
 
     Args:
         on_failure: called once on every rank when some rank has failed: with what the first one left behind, and with
             this rank's own exception where it is that one.
+        store: what `open_store` gave, if it was already called.
 
     Returns the exit code. A rank that fails ends its process at once, without waiting for transfers that will never
     come; all others follow within seconds.
     """
-    cluster = Cluster(topology, timeout)
+    cluster = Cluster(topology, timeout, store)
     life = LifeLine(cluster)
     life.on_failure = lambda failure: on_failure(cluster, failure, None)
     life.start()

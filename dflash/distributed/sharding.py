@@ -194,7 +194,8 @@ class ShardedReplica(Replica):
         item, nothing = plan.items[0], torch.zeros(1, 1, 1, device=self.device, dtype=self.dtype)
         anchors = AnchorSet(item.anchors.positions, torch.zeros_like(item.anchors.valid))
         tokens, width, hidden = len(item.pack.input_ids), self.drafter.fc.in_features, self.drafter.config.hidden_size
-        features = Features(nothing.expand(1, tokens, width), nothing.expand(1, tokens, hidden))
+        last = nothing.expand(1, tokens, hidden) if self.options.soft_labels else None
+        features = Features(nothing.expand(1, tokens, width), last)
         self.accumulate(replace(item, anchors=anchors), features, plan.denominator)
 
     @torch.no_grad()
@@ -241,6 +242,12 @@ class ShardedEngine(ProcessEngine):
 
     def verify(self) -> None:
         """Nothing to compare: each weight is held once. That all ranks start from equal ones was checked before."""
+
+    def load_optimizer(self, state: dict, folder: Path | None = None) -> None:
+        if state.get("sharded"):
+            self.replica.optimizer.load_shards(folder / shards.FOLDER, state)
+        else:
+            super().load_optimizer(state)
 
     @contextmanager
     def whole(self) -> Iterator[DFlashDrafter]:

@@ -1,28 +1,18 @@
-"""A target for every target worker of a prepared job, and settings that a topology asks for."""
+"""A source of features for every target worker of this process."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from contextlib import nullcontext
-from dataclasses import replace
 
 import torch
 
-from dflash.devices import compute_dtype
+from dflash.devices import on
 from dflash.distributed.replicas import copy_target
-from dflash.target.capture import Features, Target, load_target
-from dflash.target.features import CachedFeatures, OnlineFeatures
+from dflash.target.capture import Features, Target
+from dflash.target.features import CachedFeatures, FeatureSource, OnlineFeatures
 from dflash.target.spread import shard_target
-from dflash.train.prepare import Job
-from dflash.train.settings import RunConfig
-from dflash.train.step import FeatureSource
-from dflash.train.topology import Topology
-
-
-def on(device: torch.device):
-    """Make a CUDA device the current one for a block, as kernels that are launched by hand need it."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+from dflash.train.prepare import Prepared, load_run_target
+from dflash.train.topology import CPU
 
 
 class OnDevice:
@@ -39,58 +29,20 @@ class OnDevice:
         self.source.close()
 
 
-def make_sources(job: Job, topology: Topology) -> list[FeatureSource]:
+def make_sources(prepared: Prepared) -> list[FeatureSource]:
     """A source for each target worker. Cached features are read by all of them; only what a cache does not hold needs
     a target of its own on every device."""
-    if isinstance(job.source, CachedFeatures):
-        view = copy.copy(job.source)  # the same cache, returned where it lies: the hand-over moves it
+    groups, source = prepared.resolved.topology.targets, prepared.source
+    if isinstance(source, CachedFeatures):
+        view = copy.copy(source)  # the same cache, returned where it lies: the hand-over moves it
         view.device = None
-        return [view] * len(topology.targets)
-    targets = [job.target, *(_another(job, devices) for devices in topology.targets[1:])]
-    return [OnlineFeatures(target, job.source.dtype, last_hidden=job.source.last_hidden) for target in targets]
+        return [view] * len(groups)
+    targets = [prepared.target, *(_another(prepared, devices) for devices in groups[1:])]
+    return [OnlineFeatures(target, source.dtype, last_hidden=source.last_hidden) for target in targets]
 
 
-def _another(job: Job, devices: tuple[torch.device, ...]) -> Target:
-    """The job's target once more; one that is spread over devices is read again, as it cannot be copied as a whole."""
+def _another(prepared: Prepared, devices: tuple[torch.device, ...]) -> Target:
+    """The run's target once more; one that is spread over devices is read again, as it cannot be copied as a whole."""
     if len(devices) == 1:
-        return copy_target(job.target, devices[0])
-    options = job.config.target
-    target = load_target(
-        options.target, "cpu", job.target.dtype, job.target.layer_ids, options.target_attention, self_test=False, fast=False
-    )
-    return shard_target(target, devices)
-
-
-def fit_to(
-    config: RunConfig,
-    topology: Topology,
-    say: Callable[[str], None] = lambda line: None,
-    before: tuple[str, str] | None = None,
-) -> RunConfig:
-    """The config with what the topology decides: "auto" dtypes by the devices that compute, and at least one pack a step
-    for each drafter, said out loud, since a drafter without packs only waits.
-
-    Args:
-        before: of a run that goes on, `resume.dtypes_before`: what "auto" came to then is kept, and a change is said.
-    """
-    asked = {
-        "target_dtype": (config.target.target_dtype, topology.targets[0][0]),
-        "dtype": (config.train.dtype, topology.drafters[0]),
-    }
-    decided = []
-    for (name, (wanted, device)), was in zip(asked.items(), before or (None, None), strict=True):
-        now = was if was and wanted == "auto" else str(compute_dtype(wanted, device)).removeprefix("torch.")
-        if was and now != was:
-            say(f"{name} is {now}, and the checkpoint was trained in {was}: the run goes on, but it is not the unbroken run")
-        if was and wanted == "auto" and device.type != "cpu" and now == "float32":
-            say(f"{name} stays float32, as the checkpoint was trained; {name}=bfloat16 is faster on {device}")
-        decided.append(now)
-    target, train = decided
-    packs, drafters = config.train.packs_per_step, len(topology.drafters)
-    if packs < drafters:
-        say(f"packs_per_step {packs} leaves {drafters - packs} of {drafters} drafters idle; using {drafters}")
-    return replace(
-        config,
-        target=replace(config.target, target_dtype=target),
-        train=replace(config.train, dtype=train, packs_per_step=max(packs, drafters)),
-    )
+        return copy_target(prepared.target, devices[0])
+    return shard_target(load_run_target(prepared.resolved, CPU, self_test=False), devices)

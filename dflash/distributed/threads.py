@@ -11,24 +11,29 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from dflash.compile_safety import HangError, WarmupJob
+from dflash.devices import on
 from dflash.distributed.accounting import Ledger, Rates
 from dflash.distributed.handover import HandOver, Ticket, schedule
 from dflash.distributed.monitor import Monitor, Stopped
 from dflash.distributed.replicas import GradientSum, check_equal, make_replicas
-from dflash.distributed.sources import OnDevice, make_sources, on
+from dflash.distributed.sources import OnDevice, make_sources
 from dflash.errors import ConfigError
 from dflash.runs.record import Run
 from dflash.runs.worker_log import worker_output
-from dflash.target.features import OnlineFeatures
+from dflash.target.features import FeatureSource
 from dflash.train.plan import Planner, StepPlan
-from dflash.train.prepare import Job
-from dflash.train.step import PER_SLOT, SCALARS, FeatureSource, Replica, warmup_jobs
-from dflash.train.topology import Topology
+from dflash.train.prepare import Prepared
+from dflash.train.step import Engine, Replica, warmup_jobs
+
+if TYPE_CHECKING:
+    from dflash.data import Pack
 
 _JOIN = 10.0  # seconds that a worker may take to leave
 
@@ -58,8 +63,8 @@ class SharedPlanner:
         return getattr(self._planner, name)
 
 
-class PipelineEngine:
-    """`engine.Engine` over threads.
+class PipelineEngine(Engine):
+    """`Engine` over threads.
 
     Args:
         replicas: one a drafter device, with equal weights; the first is evaluated and saved.
@@ -90,6 +95,7 @@ class PipelineEngine:
         self.source_devices = [torch.device(d) for d in source_devices]
         self.planner = planner if isinstance(planner, SharedPlanner) else SharedPlanner(planner)
         self.last_step, self.queue_depth, self.paired = last_step, queue_depth, paired
+        self.held_out: FeatureSource = OnDevice(self.sources[0], self.source_devices[0])  # asked by the driving thread
         self.run = run
         self.monitor = Monitor()
         self.reduce = GradientSum(self.replicas)
@@ -116,7 +122,10 @@ class PipelineEngine:
             jobs += [replace(job, name=f"drafter[{i}]") for job in warmup_jobs([replica], lambda f=features: (item, f))]
         return jobs
 
-    def load_optimizer(self, state: dict) -> None:
+    def held_out_source(self, packs: list[Pack]) -> FeatureSource:
+        return self.held_out
+
+    def load_optimizer(self, state: dict, folder: Path | None = None) -> None:
         """Every replica goes on from one state."""
         for replica in self.replicas:
             replica.optimizer.load_state_dict(state)
@@ -161,7 +170,6 @@ class PipelineEngine:
         self.hand_over = None
 
     def on_hang(self, reason: str) -> None:
-        """For a watchdog: end the step that is waited for."""
         self.monitor.fail("watchdog", HangError(reason))
 
     def verify(self) -> None:
@@ -295,31 +303,19 @@ class PipelineEngine:
                 self.monitor.changed.notify_all()
 
 
-class ThreadsEngine(PipelineEngine):
-    """The engine of a prepared job: replicas of its drafter and copies of its target on the topology's devices.
-
-    The job's planner and source are replaced by ones that any thread may ask.
-    """
-
-    def __init__(self, job: Job, topology: Topology, run: Run | None = None):
-        job.planner = SharedPlanner(job.planner)
-        train = job.config.train
-        replicas = make_replicas(Replica(job.drafter, train), topology.drafters)
-        sources = make_sources(job, topology)
-        if isinstance(job.source, OnlineFeatures):  # evaluation asks from the driving thread
-            job.source = OnDevice(job.source, job.target.device)
-        super().__init__(
-            replicas,
-            sources,
-            [target[0] for target in topology.targets],
-            job.planner,
-            train.steps,
-            queue_depth=job.config.runtime.queue_depth,
-            run=run,
-            paired=topology.paired,
-        )
-
-
-def zero_sums(block_size: int, device: torch.device) -> Tensor:
-    """The `metric_sums` of no item."""
-    return torch.zeros(len(SCALARS) + len(PER_SLOT) * (block_size - 1), dtype=torch.float64, device=device)
+def threads_engine(prepared: Prepared, run: Run | None = None) -> PipelineEngine:
+    """The engine of a prepared run: replicas of its drafter and copies of its target on the run's devices."""
+    resolved = prepared.resolved
+    topology, config = resolved.topology, resolved.config
+    engine = PipelineEngine(
+        make_replicas(Replica(prepared.drafter, config.train), topology.drafters),
+        make_sources(prepared),
+        [target[0] for target in topology.targets],
+        prepared.planner,
+        config.train.steps,
+        queue_depth=config.runtime.queue_depth,
+        run=run,
+        paired=topology.paired,
+    )
+    engine.held_out = OnDevice(prepared.source, prepared.target.device)
+    return engine

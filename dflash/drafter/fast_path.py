@@ -27,14 +27,16 @@ CHUNK_ROWS = 3328  # 26 x 20 output tiles of the gradient's product: 3.94 waves 
 MIN_HEAD_DIM = 16
 
 
+def fits(device: torch.device, head_dim: int) -> bool:
+    """True when the kernels run on `device` and take heads of this size."""
+    return kernels.usable(device) and head_dim >= MIN_HEAD_DIM and head_dim & (head_dim - 1) == 0
+
+
 def applies(drafter: DFlashDrafter) -> bool:
     """True when the kernels run where the drafter lives and take its shape and dtype."""
     device, dtype = drafter.fc.weight.device, drafter.fc.weight.dtype
-    d = drafter.config.head_dim
     return (
-        kernels.usable(device)
-        and d >= MIN_HEAD_DIM
-        and d & (d - 1) == 0
+        fits(device, drafter.config.head_dim)
         and not torch.is_autocast_enabled(device.type)
         and all(p.dtype == dtype and p.device == device for p in drafter.parameters())
     )

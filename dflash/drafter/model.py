@@ -223,7 +223,7 @@ class DFlashDrafter(nn.Module):
     def forward(
         self,
         all_hidden_states: Tensor,
-        verifier_last_hidden: Tensor,
+        verifier_last_hidden: Tensor | None,
         input_ids: Tensor,
         loss_mask: Tensor,
         lengths: Tensor,
@@ -235,7 +235,8 @@ class DFlashDrafter(nn.Module):
 
         Args:
             all_hidden_states: [1, T, N*H], outputs of the captured target layers, concatenated on the last axis.
-            verifier_last_hidden: [1, T, H], after the target's final norm, so that the head gives its logits.
+            verifier_last_hidden: [1, T, H], after the target's final norm, so that the head gives its logits;
+                None with hard labels, which do not read it.
             input_ids: [1, T] int64. loss_mask: [1, T] bool. position_ids: [1, T] int64, restarting per document.
             lengths: [documents] int64 on CPU or the pack's device, summing to at most T.
             anchors: where blocks start; None draws them from `anchor_generator`.
@@ -247,6 +248,8 @@ class DFlashDrafter(nn.Module):
         Raises: ValueError naming the argument, the shape got and the shape wanted.
         """
         wanted = Objective(**objective)
+        if verifier_last_hidden is None and wanted.use_soft_labels:
+            raise ValueError("verifier_last_hidden is None, and soft labels are made of it; capture it, or use hard labels")
         self._check(all_hidden_states, verifier_last_hidden, input_ids, loss_mask, lengths, position_ids)
         if anchors is None:
             anchors = sample_anchors(
@@ -266,7 +269,8 @@ class DFlashDrafter(nn.Module):
             fused=self._fused(),
             head_fp8=self.head_fp8,
         )
-        return self._loss(hidden, verifier_last_hidden[0], input_ids[0], rows, wanted, how)
+        last = None if verifier_last_hidden is None else verifier_last_hidden[0]
+        return self._loss(hidden, last, input_ids[0], rows, wanted, how)
 
     def pack_inputs(
         self, all_hidden_states: Tensor, input_ids: Tensor, position_ids: Tensor, anchors: AnchorSet, lengths: Tensor
@@ -282,7 +286,7 @@ class DFlashDrafter(nn.Module):
         )
 
     def _loss(
-        self, hidden: Tensor, last_hidden: Tensor, input_ids: Tensor, rows: HeadPlan, wanted: Objective, how: HeadPass
+        self, hidden: Tensor, last_hidden: Tensor | None, input_ids: Tensor, rows: HeadPlan, wanted: Objective, how: HeadPass
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss and metrics from the hidden states [R, H] of the supervised slots."""
         tokens = input_ids[rows.label_at]  # [R]
@@ -329,7 +333,7 @@ class DFlashDrafter(nn.Module):
             ("loss_mask", loss_mask, [1, total]),
             ("position_ids", position_ids, [1, total]),
         ):
-            if list(value.shape) != wanted:
+            if value is not None and list(value.shape) != wanted:
                 raise ValueError(
                     f"{name} has shape {list(value.shape)}, wanted {wanted} (T is {total} by input_ids, {n} captured "
                     f"layers of {h} features)"

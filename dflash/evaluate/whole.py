@@ -30,6 +30,7 @@ from dflash.target.features import OnlineFeatures
 from dflash.target.random_weights import NOTHING_TO_DECODE, is_random
 from dflash.train.checkpoint import checkpoints, latest_checkpoint
 from dflash.train.prepare import prepare_data
+from dflash.train.resolve import recall
 from dflash.train.settings import RunConfig
 
 _PACK_STEP = 128
@@ -171,7 +172,7 @@ def _held_out(options: EvaluateOptions, config: RunConfig | None, target: Target
         return conversations[: options.limit]
     if options.prompts and not Path(config.data.data).exists():
         return []
-    return prepare_data(config).held_out
+    return prepare_data(recall(run_folder(options.run))).held_out
 
 
 def _prompts(

@@ -9,48 +9,45 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
 from pathlib import Path
 
-from dflash.compile_safety import protected
-from dflash.devices import one_host_thread
-from dflash.distributed.sources import fit_to, on
+import torch
+
+from dflash.devices import on
+from dflash.distributed.threads import threads_engine
 from dflash.errors import RunError, worker_of
-from dflash.evaluate.acceptance import evaluate_acceptance
-from dflash.launch.torchrun import train_with_torchrun
+from dflash.launch.course import Course, Say
+from dflash.launch.torchrun import launch_ranks
 from dflash.runs.control import RunControl
 from dflash.runs.environment import environment_summary
 from dflash.runs.lock import locked, refuse_running
-from dflash.runs.record import ENVIRONMENT_NAME, DeviceSampler, Run, metrics_path, read_metrics
-from dflash.target.spread import shard_target
-from dflash.train.loop import Outcome, Trainer
-from dflash.train.memory import estimate_run, refuse_what_does_not_fit
+from dflash.runs.record import ENVIRONMENT_NAME, Run, metrics_path, read_metrics
+from dflash.train.checkpoint import latest_checkpoint
+from dflash.train.loop import Outcome
 from dflash.train.memory_help import explained
-from dflash.train.prepare import Data, Job, capture_features, prepare, prepare_data
-from dflash.train.refusals import refuse_run
-from dflash.train.resume import dtypes_before, load_training, refuse_resume, same_plan, save_training
+from dflash.train.prepare import Data, capture_features, prepare, prepare_data
+from dflash.train.resolve import ResolvedRun, resolve, settle_run
+from dflash.train.resume import load_training, refuse_resume, rewind_record
 from dflash.train.settings import RunConfig
 from dflash.train.step import Engine, Replica, SerialEngine
-from dflash.train.topology import Topology, decide
 
 
 def start_run(
     config: RunConfig, root: str | Path = "runs", run_id: str | None = None, sinks=(), data: Data | None = None
 ) -> Run:
-    """Make the run folder after the cheap checks: devices exist, the data can be read, the mask token is free.
+    """Make the run folder after the cheap checks: devices exist and have the memory, the data can be read.
 
     Args:
-        data: what `prepare_data(config)` gave, so that a large file is read once; give it to `train_run` too.
+        data: what `prepare_data(resolve(config))` gave, so that a large file is read once; give it to `train_run` too.
 
     Raises: ConfigError, DataError, TargetError or RunError, before anything is loaded or written.
     """
-    topology = decide(config.runtime)
-    refuse_run(config, topology)
+    resolved = resolve(config)
     if data is None:
-        prepare_data(config)
-    refuse_what_does_not_fit(estimate_run(config, topology), config)
-    return Run.create(root, config.to_dict(), run_id, sinks)
+        prepare_data(resolved)
+    run = Run.create(root, config.to_dict(), run_id, sinks)
+    resolved.save(run.path)
+    return run
 
 
 def train_run(
@@ -59,41 +56,42 @@ def train_run(
     control: RunControl | None = None,
     *,
     resume: bool = False,
-    say: Callable[[str], None] | None = None,
+    say: Say | None = None,
     data: Data | None = None,
 ) -> Outcome:
-    """Train to the end, a stop, or an error; the run's record ends with what happened.
+    """Train to the end, a stop, or an error, in this process or in ranks of torchrun; the run's record ends with what
+    happened.
 
     Args:
         control: pause, stop, checkpoint and evaluate requests; None makes one on the run's folder.
         resume: go on from the run's newest complete checkpoint.
         say: also gets each line of progress (the run's log always does).
-        data: what `prepare_data(config)` gave, if it was already called.
+        data: what `prepare_data` gave, if it was already called.
 
     Ctrl-C ends the run in good order with a checkpoint. Any other error is recorded and raised.
 
-    Raises: RunError where another process trains this run; ResumeError where it cannot go on with these settings. Of
-    these two nothing is recorded.
+    Raises: RunError where another process trains this run; ConfigError, TargetError or ResumeError where it cannot go on
+    with these settings. Of these nothing is recorded.
     """
-    if config.runtime.launcher == "torchrun":  # its ranks write the record
-        return train_with_torchrun(run, config, control, resume=resume, say=say)
+    control = control or RunControl(run.path, run.metrics)
+    ranks = config.runtime.launcher == "torchrun"
     with locked(run.path):
         if resume:
             refuse_resume(run.path, config)
-        return _recorded(run, config, control, resume, say, data)
+        # a process that only starts ranks does not ask GPUs: it would keep a context on each
+        resolved = settle_run(run.path, config, ask_gpus=not ranks or torch.cuda.is_initialized())
+        if not ranks:
+            return _train_here(run, resolved, control, resume, say, data)
+        if resume:
+            rewind_record(run, latest_checkpoint(run.path))  # before anyone follows the record
+    return launch_ranks(run, resolved.topology, control, resume, say)  # rank 0 holds the lock from here on
 
 
-def _recorded(
-    run: Run,
-    config: RunConfig,
-    control: RunControl | None,
-    resume: bool,
-    say: Callable[[str], None] | None,
-    data: Data | None,
+def _train_here(
+    run: Run, resolved: ResolvedRun, control: RunControl, resume: bool, say: Say | None, data: Data | None
 ) -> Outcome:
     """`train_run` in this process, which holds the run."""
     began = time.perf_counter()
-    control = control or RunControl(run.path, run.metrics)
 
     def log(line: str) -> None:
         run.metrics.write("log", worker="main", level="info", message=line)
@@ -101,98 +99,38 @@ def _recorded(
             say(line)
 
     try:
-        outcome = _train(run, config, control, resume, log, data or prepare_data(config))
+        with on(resolved.topology.drafters[0]):
+            return Course(run, resolved, control, InThisProcess(run), log, data).take(resume)
     except BaseException as error:
-        told = explained(error, config)
+        told = explained(error, resolved)
         run.fault(told, worker=worker_of(told), step=None)
         run.end("failed", message=f"{type(told).__name__}: {told}", seconds=time.perf_counter() - began)
         if told is error:
             raise
         raise told from error
-    log(f"{outcome.status} after step {outcome.step}, {outcome.skipped_steps} steps skipped")
-    run.end(
-        outcome.status,
-        step=outcome.step,
-        acceptance_length=outcome.acceptance_length,
-        seconds=time.perf_counter() - began,
-        skipped_steps=outcome.skipped_steps,
-    )
-    return outcome
 
 
-def _train(
-    run: Run, config: RunConfig, control: RunControl, resume: bool, log: Callable[[str], None], data: Data
-) -> Outcome:
-    topology = decide(config.runtime)
-    refuse_run(config, topology)
-    memory = estimate_run(config, topology)
-    for line in topology.table(memory).splitlines():
-        log(line)
-    config = fit_to(config, topology, log, dtypes_before(run.path) if resume else None)
-    refuse_what_does_not_fit(memory, config)
-    devices = [str(device) for device in topology.devices]
-    first = topology.targets[0]
-    with ExitStack() as stack:
-        stack.enter_context(on(topology.drafters[0]))
-        stack.enter_context(DeviceSampler(run.metrics, devices))
-        with on(first[0]):
-            job = prepare(
-                config,
-                drafter_device=topology.drafters[0],
-                target_device=first[0] if len(first) == 1 else "cpu",
-                say=log,
-                data=data,
-            )
-        if len(first) > 1:
-            log(shard_target(job.target, first).describe())
-        for line in job.data.report.table().splitlines():
-            log(line)
-        state = load_training(run, log) if resume else None
-        stack.enter_context(one_host_thread(topology.devices))
-        capture_features(job, log)
-        engine = build_engine(job, topology, run)
-        stack.callback(engine.close)
-        first_step = 1
-        if state is not None:
-            engine.load_optimizer(state["optimizer"])
-            first_step = state["step"] + 1
-            log(f"resuming after step {state['step']}")
-            if (warning := same_plan(state, job.planner)) is not None:
-                log(warning)
-        protection = stack.enter_context(
-            protected(
-                engine.warmup_jobs(job.planner.step(first_step)) if config.runtime.protect else (),
-                run_dir=run.path,
-                step_timeout=config.runtime.watchdog_seconds,
-                on_hang=getattr(engine, "on_hang", None),
-            )
-        )
-        for done in protection.warmup.devices if protection.warmup else ():
-            run.metrics.write("warmup", device=done.device, seconds=done.seconds, graphs=done.graphs, peak=done.peak_bytes)
-        trainer = Trainer(
-            engine,
-            job.planner,
-            config.train,
-            run,
-            control,
-            beat=protection.beat,
-            evaluate=(lambda: evaluate_acceptance(job.drafter, job.source, job.data.held_out_packs))
-            if job.data.held_out_packs
-            else None,
-            save=lambda step: save_training(run, config, engine, trainer, step),
-        )
-        if state is not None:
-            trainer.load_state_dict(state["trainer"])
-        return trainer.train(first_step)
+class InThisProcess:
+    """`Place` of a process that does all of a run: the serial engine where one device does everything, else workers on
+    their own devices."""
 
+    leads = True
 
-def build_engine(job: Job, topology: Topology, run: Run) -> Engine:
-    """The serial engine where one device does everything, else workers on their own devices."""
-    if topology.serial:
-        return SerialEngine(Replica(job.drafter, job.config.train), job.source)
-    from dflash.distributed.threads import ThreadsEngine
+    def __init__(self, run: Run):
+        self.run = run
 
-    return ThreadsEngine(job, topology, run)
+    def sampled(self, resolved: ResolvedRun) -> list[str]:
+        return [str(device) for device in resolved.topology.devices]
+
+    def load_state(self, say: Say) -> dict:
+        return load_training(self.run, say)
+
+    def prepare(self, resolved: ResolvedRun, data: Data, first_step: int, say: Say) -> Engine:
+        prepared = prepare(resolved, say, data)
+        capture_features(prepared.source, data, say)
+        if resolved.topology.serial:
+            return SerialEngine(Replica(prepared.drafter, resolved.config.train), prepared.source, prepared.planner)
+        return threads_engine(prepared, self.run)
 
 
 def open_run(config_path: Path, config: RunConfig, resume: bool, root: Path) -> Run:

@@ -11,20 +11,13 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import torch
-
 from dflash.distributed.cluster import CONTROL, KILLED, LAUNCHER, launcher_mark, workers
 from dflash.errors import RunError
 from dflash.launch.signals import SIGNALS
 from dflash.runs.control import RunControl
-from dflash.runs.lock import locked
 from dflash.runs.record import Run, read_metrics
-from dflash.train.checkpoint import latest_checkpoint
 from dflash.train.loop import Outcome
-from dflash.train.memory import estimate_run, refuse_what_does_not_fit
-from dflash.train.resume import refuse_resume, rewind_record
-from dflash.train.settings import RunConfig
-from dflash.train.topology import decide
+from dflash.train.topology import Topology
 
 _LOOK = 0.3  # seconds between two looks at the record
 _PATIENCE = 20.0  # seconds that ranks get to leave by themselves after a SIGTERM
@@ -42,34 +35,20 @@ def child_environment() -> dict[str, str]:
     return {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
 
 
-def train_with_torchrun(
-    run: Run,
-    config: RunConfig,
-    control: RunControl | None = None,
-    *,
-    resume: bool = False,
-    say: Callable[[str], None] | None = None,
+def launch_ranks(
+    run: Run, topology: Topology, control: RunControl, resume: bool = False, say: Callable[[str], None] | None = None
 ) -> Outcome:
-    """Train a run in ranks of this machine; returns when it has ended.
+    """Train a run, which is resolved, in ranks of this machine; returns when it has ended.
 
     The ranks write the run's record, so live plots follow as they do for a run in this process. Ctrl-C, or a `stop`
     from anyone, ends it after the current step with a checkpoint.
 
-    Raises: RunError with the failing rank's message and traceback, or where another process trains this run; ResumeError
-        where it cannot go on with these settings.
+    Raises: RunError with the failing rank's message and traceback.
     """
-    control = control or RunControl(run.path, run.metrics)
-    topology = decide(config.runtime)
-    if torch.cuda.is_initialized() or not any(device.type == "cuda" for device in topology.devices):
-        refuse_what_does_not_fit(estimate_run(config, topology), config)  # else asking would cost each GPU a context
     command = torchrun_command(
         workers(topology),
         ["-m", "dflash", "train", "--config", str(Path(run.path) / "config.yaml"), *(["--resume"] if resume else [])],
     )
-    with locked(run.path):  # rank 0 holds it from here on
-        if resume:
-            refuse_resume(run.path, config)
-            rewind_record(run, latest_checkpoint(run.path))  # before anyone follows the record
     _, offset = read_metrics(run.path)
     log_path = Path(run.path) / "torchrun.log"
     with open(log_path, "ab") as log:

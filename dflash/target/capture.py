@@ -47,17 +47,23 @@ class _Enough(Exception):
 
 @dataclass
 class Features:
-    """What the drafter sees of one pack: `all_hidden_states [1, T, N*H]`, `verifier_last_hidden [1, T, H]`."""
+    """What the drafter sees of one pack: `all_hidden_states [1, T, N*H]` and `verifier_last_hidden [1, T, H]`, which is
+    None where nobody asked for it (hard labels never read it)."""
 
     all_hidden_states: Tensor
-    verifier_last_hidden: Tensor
+    verifier_last_hidden: Tensor | None = None
 
     def to(self, *args, **kwargs) -> Features:
-        return Features(self.all_hidden_states.to(*args, **kwargs), self.verifier_last_hidden.to(*args, **kwargs))
+        return Features(*(tensor.to(*args, **kwargs) for tensor in self.tensors))
 
     @property
     def nbytes(self) -> int:
-        return self.all_hidden_states.nbytes + self.verifier_last_hidden.nbytes
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Those that are there."""
+        return tuple(t for t in (self.all_hidden_states, self.verifier_last_hidden) if t is not None)
 
 
 class Target:
@@ -226,8 +232,8 @@ class Target:
             input_ids: `[1, T]`.
             lengths: `[num_documents]`, summing to at most T; None means one document of T tokens.
             position_ids: `[1, T]`, checked to restart at 0 in each document, as the target counts them.
-            last_hidden: False leaves `verifier_last_hidden` zero (and without memory of its own), and stops after the
-                last captured layer; enough for hard labels.
+            last_hidden: False leaves `verifier_last_hidden` out, and stops after the last captured layer; enough for hard
+                labels.
 
         Returns:
             `Features`; rows of the padding tail are zero.
@@ -243,11 +249,7 @@ class Target:
         starts = [0, *accumulate(sizes)]
         width, hidden = len(self.layer_ids), self.hidden_size
         features = torch.zeros(1, total, width * hidden, dtype=self.dtype, device=self.device)
-        last_states = (
-            torch.zeros(1, total, hidden, dtype=self.dtype, device=self.device)
-            if last_hidden
-            else features.new_zeros(1, 1, 1).expand(1, total, hidden)
-        )
+        last_states = features.new_zeros(1, total, hidden) if last_hidden else None
         if self.fast is not None and sizes:
             self.fast.run(ids[0], sizes, features[0], last_states[0] if last_hidden else None)
             return Features(features, last_states)

@@ -31,7 +31,7 @@ Progress = Callable[[int, int, float], None]
 
 
 class FeatureSource(Protocol):
-    """Anything with `get(pack) -> Features` of shapes `[1, T, N*H]` and `[1, T, H]`."""
+    """Anything with `get(pack) -> Features` of shapes `[1, T, N*H]` and `[1, T, H]` (or None)."""
 
     def get(self, pack: Pack) -> Features: ...
 
@@ -41,7 +41,7 @@ class FeatureSource(Protocol):
 class OnlineFeatures:
     """Runs the target for every request; keeps nothing.
 
-    `last_hidden` False is for hard labels: `verifier_last_hidden` is zeros, and no layer past the last captured one runs.
+    `last_hidden` False is for hard labels: `verifier_last_hidden` is None, and no layer past the last captured one runs.
     """
 
     def __init__(
@@ -61,8 +61,7 @@ class OnlineFeatures:
             )
         check_features(features, pack, self.target)
         device, dtype = self.device or self.target.device, self.dtype or self.target.dtype
-        hidden, last = features.all_hidden_states.to(device, dtype), features.verifier_last_hidden
-        return Features(hidden, last.to(device, dtype) if self.last_hidden else hidden.new_zeros(1, 1, 1).expand(last.shape))
+        return features.to(device, dtype)
 
     def close(self) -> None:
         pass
@@ -94,7 +93,7 @@ class CachedFeatures:
         directory: keep on disk, here; None keeps in memory.
         dtype: what is stored, bfloat16 by default (half the size of float32).
         keep_last_hidden: False when only hard labels are used: a sixth less to keep with 5 layers, and
-            `verifier_last_hidden` is then all zeros.
+            `verifier_last_hidden` is then None.
         device: where features are returned; None leaves them where they are kept.
         storage: where rows are kept in memory ("cpu", or the drafter's GPU where that has the room).
     """
@@ -156,8 +155,7 @@ class CachedFeatures:
 
     def _capture(self, pack: Pack, key: str) -> Tensor:
         features = self._online.get(pack)
-        parts = [features.all_hidden_states] + [features.verifier_last_hidden] * self.keep_last_hidden
-        rows = torch.cat([part[0, : pack.num_tokens] for part in parts], dim=-1).contiguous()  # [tokens, (N+1)*H]
+        rows = torch.cat([part[0, : pack.num_tokens] for part in features.tensors], dim=-1)  # [tokens, (N+1)*H]
         self.stats.captured += 1
         with self._lock:
             fits = self.stats.bytes + rows.nbytes <= self.max_bytes
@@ -202,7 +200,7 @@ class CachedFeatures:
         features = rows.new_zeros(1, total, width)
         features[0, : pack.num_tokens] = rows[:, :width]
         if not self.keep_last_hidden:
-            return Features(features, rows.new_zeros(1, 1, 1).expand(1, total, hidden))
+            return Features(features)
         last = rows.new_zeros(1, total, hidden)
         last[0, : pack.num_tokens] = rows[:, width:]
         return Features(features, last)
@@ -215,7 +213,7 @@ def check_features(features: Features, pack: Pack, target: Target) -> None:
         ("all_hidden_states", features.all_hidden_states, width * hidden),
         ("verifier_last_hidden", features.verifier_last_hidden, hidden),
     ):
-        if tuple(value.shape) != (1, total, last):
+        if value is not None and tuple(value.shape) != (1, total, last):
             raise TargetError(
                 f"{name} of pack {pack.pack_id} has shape {tuple(value.shape)}; the pack has {total} "
                 f"tokens, so wanted (1, {total}, {last})"

@@ -47,18 +47,17 @@ def save_checkpoint(
     target_name: str,
     state: Mapping[str, Any],
     keep: int = 2,
-    protect: int | None = None,
     facts: Mapping[str, Any] | None = None,
-    write_shards: Callable[[Path], None] | None = None,
+    write_shards: Callable[[Path], None] = lambda folder: None,
 ) -> Path:
     """Write the checkpoint of `step` and drop all but the newest `keep` complete ones and the best.
 
     Args:
         state: what training needs to go on; plain values and tensors.
-        protect: step of a checkpoint to keep whatever its age, besides the best.
         facts: plain values for the mark, read without loading the state. `acceptance_length` (held out, at this step)
             decides which one is the best; `metrics_offset` is where the run's record stood.
-        write_shards: has every rank write its shards into the folder it is given; RunError where one cannot.
+        write_shards: has every rank write its shards, where there are any, into the folder it is given; RunError where one
+            cannot.
 
     Raises: RunError when the disk refuses, with the older checkpoints untouched.
     """
@@ -70,8 +69,8 @@ def save_checkpoint(
         beside.mkdir(parents=True)
         save_drafter(drafter, beside, target_name)
         torch.save({"step": step, **state}, beside / TRAINER)
-        if write_shards is not None:
-            write_shards(beside / shards.FOLDER)
+        write_shards(beside / shards.FOLDER)
+        if (beside / shards.FOLDER).exists():
             _flush(beside / shards.FOLDER)
         files = sorted(p for p in beside.rglob("*") if p.is_file())
         for path in files:
@@ -93,7 +92,7 @@ def save_checkpoint(
             f"the checkpoint of step {step} could not be written to {final.parent}: {error}. Earlier checkpoints are "
             "untouched; make room and resume"
         ) from error
-    prune(run_path, keep, protect)
+    prune(run_path, keep)
     return final
 
 
@@ -204,11 +203,11 @@ def newest_state(
     )
 
 
-def prune(run_path: str | Path, keep: int, protect: int | None = None) -> None:
+def prune(run_path: str | Path, keep: int) -> None:
     """Delete complete checkpoints beyond the newest `keep` and the best, and what a killed save left behind."""
     best = best_checkpoint(run_path)
-    for step, path in checkpoints(run_path)[:-keep]:
-        if step != protect and path != best:
+    for _, path in checkpoints(run_path)[:-keep]:
+        if path != best:
             shutil.rmtree(path, ignore_errors=True)
     _put_back(Path(run_path))
     for aside in (Path(run_path) / "checkpoints").glob(f".step-*{_ASIDE}"):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from dflash.devices import Readback
 from dflash.errors import DFlashError, RunError
 from dflash.train.optimizer import learning_rate
-from dflash.train.plan import Planner, StepPlan
+from dflash.train.plan import StepPlan
 from dflash.train.settings import TrainOptions
 from dflash.train.step import Engine, read_sums
 
@@ -50,7 +50,6 @@ class Trainer:
     def __init__(
         self,
         engine: Engine,
-        planner: Planner,
         options: TrainOptions,
         run: Run,
         control: RunControl,
@@ -59,7 +58,7 @@ class Trainer:
         save: Callable[[int], object],
         beat: Callable[[], None] = lambda: None,
     ):
-        self.engine, self.planner, self.options = engine, planner, options
+        self.engine, self.options = engine, options
         self.run, self.control = run, control
         self._evaluate, self._save, self._beat = evaluate, save, beat
         self.total = options.steps  # planned steps; `max_minutes` may lower it
@@ -96,7 +95,7 @@ class Trainer:
 
     def _step(self, step: int, first_step: int) -> None:
         """Run one step, and what is due after it."""
-        plan = self.planner.step(step)
+        plan = self.engine.planner.step(step)
         lr = learning_rate(step, self.total, self.options.warmup_steps, self.options.lr, self.options.min_lr_ratio)
         began = time.perf_counter()
         result = Readback(self.engine.step(plan, lr))

@@ -6,13 +6,15 @@ largest tensors, and is shown apart from them.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from dflash.devices import compute_dtype
-from dflash.drafter.config import DrafterConfig, create_drafter_config
+from dflash.drafter.config import DrafterConfig
 from dflash.drafter.fast_path import CHUNK_ROWS
 from dflash.drafter.fp8_head import memory_bytes as fp8_head_bytes
 from dflash.drafter.losses import DEFAULT_CHUNK_ROWS, peak_bytes
@@ -68,12 +70,12 @@ def estimate(
     drafter_config: DrafterConfig,
     target_config: Any,
     topology: Topology,
-    have: dict[torch.device, int] | None = None,
+    have: Mapping[torch.device, int | None] = MappingProxyType({}),
 ) -> dict[torch.device, DeviceMemory]:
     """Memory by device.
 
     Args:
-        target_config: the target's text config. have: bytes a device has; None asks the devices.
+        target_config: the target's text config. have: bytes that devices have (None: unknown); others are asked.
     """
     found = {device: DeviceMemory() for device in topology.devices}
     captured = len(config.target.target_layers or ()) or min(config.target.num_captured, target_config.num_hidden_layers)
@@ -115,22 +117,11 @@ def estimate(
     for device, memory in found.items():
         if device.type == "cuda":
             memory.add("cuda", CUDA_CONTEXT)
-        memory.have = have[device] if have is not None else _available(device)
+        memory.have = have[device] if device in have else _available(device)
     return found
 
 
-def estimate_run(config: RunConfig, topology: Topology) -> dict[torch.device, DeviceMemory]:
-    """`estimate` of a run, its models' shapes read from their configs alone."""
-    from dflash.target.loading import load_config, resolve_source
-
-    target_config = load_config(resolve_source(config.target.target))
-    drafter_config = create_drafter_config(
-        target_config, config.drafter.drafter_layers, draft_vocab_size=config.drafter.draft_vocab or None
-    )
-    return estimate(config, drafter_config, target_config, topology)
-
-
-def refuse_what_does_not_fit(memory: dict[torch.device, DeviceMemory], config: RunConfig) -> None:
+def refuse_what_does_not_fit(memory: Mapping[torch.device, DeviceMemory], config: RunConfig) -> None:
     """Raises MemoryEstimateError for the first device that has less than it needs."""
     for device, found in memory.items():
         if found.fits:

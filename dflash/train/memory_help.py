@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 
 from dflash.errors import DFlashError, worker_of
-from dflash.train.memory import GIB, DeviceMemory, estimate_run
+from dflash.train.memory import GIB, DeviceMemory
+from dflash.train.resolve import ResolvedRun
 from dflash.train.settings import RunConfig
-from dflash.train.topology import Topology, decide
+from dflash.train.topology import Topology
 
 _KNOBS = (  # setting, what it does, by falling effect on a drafter's device
     ("drafter.max_anchors", "fewer blocks a pack: activations and logits shrink with it"),
@@ -25,15 +26,15 @@ class DeviceOutOfMemory(DFlashError):
     """A device of a run had no memory left."""
 
 
-def explained(error: BaseException, config: RunConfig, worker: str | None = None) -> BaseException:
+def explained(error: BaseException, resolved: ResolvedRun, worker: str | None = None) -> BaseException:
     """`error`, or for an out-of-memory error of torch a DeviceOutOfMemory that tells more, with it as its cause."""
     if not isinstance(error, torch.OutOfMemoryError):
         return error
-    worker, topology = worker or worker_of(error), decide(config.runtime)
-    device = device_of(worker, topology)
+    worker = worker or worker_of(error)
+    device = device_of(worker, resolved.topology)
     told = DeviceOutOfMemory(
         f"{worker} on {device} is out of memory: {_first_line(error)}\n"
-        f"{memory_table(device, _estimate(config, topology).get(device))}\n{knobs(config)}"
+        f"{memory_table(device, resolved.memory.get(device))}\n{knobs(resolved.config)}"
     )
     told.dflash_worker = worker
     told.__cause__ = error
@@ -80,14 +81,6 @@ def knobs(config: RunConfig) -> str:
         section, name = path.split(".")
         lines.append(f"  {name} (now {getattr(getattr(config, section), name)}): {effect}")
     return "what helps, most first:\n" + "\n".join(lines)
-
-
-def _estimate(config: RunConfig, topology: Topology) -> dict[torch.device, DeviceMemory]:
-    """The estimate by device; empty where it cannot be made, for this must not hide the error that it explains."""
-    try:
-        return estimate_run(config, topology)
-    except (DFlashError, OSError, ValueError):
-        return {}
 
 
 def _first_line(error: BaseException) -> str:

@@ -23,6 +23,7 @@ from dflash.errors import DataError
 
 if TYPE_CHECKING:
     from dflash.data import Pack
+    from dflash.train.settings import TrainOptions
 
 
 @dataclass(frozen=True)
@@ -67,11 +68,10 @@ class Planner:
     """Makes `StepPlan`s.
 
     Args:
-        packs: training packs. seed: of the order and the anchors. packs_per_step: items of a step.
-        block_size, max_anchors, gamma, reduction: as in the run's config.
+        packs: training packs. train: seed (of the order and the anchors), packs_per_step, gamma, reduction and kind of
+            labels are read. block_size, max_anchors: as in the run's config.
         draft_index: [V] int64, row of each token in the draft vocabulary or -1; None when every token has one. With
-            hard labels a token outside it weighs nothing.
-        soft_labels: every supervised slot weighs, whatever its token.
+            hard labels a token outside it weighs nothing; with soft ones every supervised slot weighs.
 
     Raises: DataError when there is no pack, or no pack with a single eligible anchor.
     """
@@ -79,27 +79,20 @@ class Planner:
     def __init__(
         self,
         packs: Sequence[Pack],
-        *,
-        seed: int,
-        packs_per_step: int,
+        train: TrainOptions,
         block_size: int,
         max_anchors: int,
-        gamma: float | None,
-        reduction: str = "weight_mean",
         draft_index: Tensor | None = None,
-        soft_labels: bool = False,
     ):
         if not packs:
             raise DataError("there are no training packs; give more conversations or a smaller held_out")
         self.packs = list(packs)
-        self.seed = seed
-        self.packs_per_step = packs_per_step
+        self.seed, self.packs_per_step = train.seed, train.packs_per_step
         self.block_size = block_size
         self.max_anchors = max_anchors
-        self.reduction = reduction
-        self.decay = decay_weights(block_size, gamma)
+        self.reduction, self.soft_labels = train.reduction, train.soft_labels
+        self.decay = decay_weights(block_size, train.gamma)
         self.draft_index = None if draft_index is None else draft_index.cpu()
-        self.soft_labels = soft_labels
         self._order: tuple[int, list[int]] = (-1, [])
         if not any(self._item(0, 0, pack).supervised_slots for pack in self.packs):
             raise DataError(

@@ -18,12 +18,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from dflash.devices import device_named
 from dflash.errors import RunError
 from dflash.runs.record import plain, read_metrics
 from dflash.target.features import FeatureSource
 from dflash.train.checkpoint import checkpoints, load_trainer_state
 from dflash.train.optimizer import learning_rate
 from dflash.train.plan import Planner, WorkItem
+from dflash.train.resolve import recall
 from dflash.train.settings import RunConfig
 from dflash.train.step import Replica, SerialEngine
 
@@ -109,7 +111,7 @@ def replay_step(
 
     Returns (weights finite before the step, packs, loss, gradient norm).
     """
-    engine, options = SerialEngine(replica, source), replica.options
+    engine, options = SerialEngine(replica, source, planner), replica.options
     for earlier in range(first_step, step):
         lr = learning_rate(earlier, total, options.warmup_steps, options.lr, options.min_lr_ratio)
         engine.step(planner.step(earlier), lr)
@@ -137,7 +139,7 @@ def replay_item(replica: Replica, item: WorkItem, features: Features, denominato
     """Forward and backward of one item under anomaly detection; its gradient joins the others'."""
     names = [n for n, p in replica.drafter.named_parameters() if p.requires_grad]
     hidden = features.all_hidden_states
-    features = type(features)(hidden.float(), features.verifier_last_hidden.float())
+    features = features.to(torch.float32)
     anchors = item.anchors.positions[item.anchors.valid].tolist()
     found = ReplayedPack(
         item.pack.pack_id,
@@ -155,7 +157,7 @@ def replay_item(replica: Replica, item: WorkItem, features: Features, denominato
     try:
         with warnings.catch_warnings(record=True) as told, torch.autograd.detect_anomaly(check_nan=True):
             warnings.simplefilter("always")
-            loss, _ = replica._loss(item, features, denominator)
+            loss, _ = replica.loss(item, features, denominator)
             found.loss = float(loss.detach())
             loss.backward()
     except RuntimeError as error:
@@ -165,7 +167,7 @@ def replay_item(replica: Replica, item: WorkItem, features: Features, denominato
         for p in replica.optimizer.parameters:
             p.grad = None
         with torch.autograd.set_detect_anomaly(False):
-            loss, _ = replica._loss(item, features, denominator)
+            loss, _ = replica.loss(item, features, denominator)
             found.loss = float(loss.detach())
             loss.backward()
     if not math.isfinite(found.loss):
@@ -208,9 +210,9 @@ def replay(run_path: str | Path, step: int, device: str = "cpu", say: Say = lamb
     if not 1 <= step <= config.train.steps:
         raise RunError(f"the run at {run_path} has steps 1 to {config.train.steps}, got step {step}")
     recorded = _recorded(run_path, step)
-    config = replace(config, train=replace(config.train, dtype=_recorded_dtype(run_path, config)))
-    job = prepare(config, drafter_device=device, say=say)
-    replica, total = Replica(job.drafter, config.train), config.train.steps
+    resolved = recall(run_path).on_one(device_named(device))
+    prepared = prepare(resolved, say)
+    replica, total = Replica(prepared.drafter, resolved.config.train), config.train.steps
     before = [(at, path) for at, path in checkpoints(run_path) if at < step]
     start, folder = before[-1] if before else (0, None)
     if folder is not None:
@@ -219,24 +221,10 @@ def replay(run_path: str | Path, step: int, device: str = "cpu", say: Say = lamb
         total = state["trainer"]["total"]
         say(f"from the checkpoint of step {start}")
     first = start + 1 if walk else step
-    finite, packs, loss, norm = replay_step(step, job.planner, job.source, replica, total, first, say)
+    finite, packs, loss, norm = replay_step(step, prepared.planner, prepared.source, replica, total, first, say)
     result = Replay(step, start, finite, loss, norm, recorded, packs)
     (run_path / f"replay-step-{step}.json").write_text(json.dumps(plain(asdict(result)), indent=1))
     return result
-
-
-def _recorded_dtype(run_path: Path, config: RunConfig) -> str:
-    """The dtype that the run computed in: its own setting, or where that is "auto", the checkpoint's weights."""
-    if config.train.dtype != "auto":
-        return config.train.dtype
-    from safetensors import safe_open
-
-    saved = checkpoints(run_path)
-    if not saved:
-        return "auto"
-    with safe_open(saved[-1][1] / "drafter.safetensors", "pt") as file:
-        kind = file.get_slice("fc.weight").get_dtype()
-    return {"BF16": "bfloat16", "F32": "float32"}.get(kind, "auto")
 
 
 def _recorded(run_path: Path, step: int) -> dict:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +25,6 @@ from dflash.train.checkpoint import checkpoint_facts, latest_checkpoint, newest_
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from dflash.drafter.model import DFlashDrafter
     from dflash.train.loop import Trainer
     from dflash.train.plan import Planner
     from dflash.train.settings import RunConfig
@@ -42,14 +40,14 @@ def save_training(run: Run, config: RunConfig, engine: Engine, trainer: Trainer,
     state = {
         "optimizer": replica.optimizer.state_dict(),
         "trainer": trainer.state_dict(),
-        "plan": plan_fingerprint(trainer.planner),
+        "plan": plan_fingerprint(engine.planner),
     }
     facts = {
         "acceptance_length": trainer.acceptance_at(step),
         "metrics_offset": run.metrics.offset,
         "dtypes": [config.target.target_dtype, config.train.dtype],
     }
-    with whole_drafter(engine) as drafter:
+    with engine.whole() as drafter:
         return save_checkpoint(
             run.path,
             step,
@@ -58,14 +56,8 @@ def save_training(run: Run, config: RunConfig, engine: Engine, trainer: Trainer,
             state,
             keep=config.train.keep_checkpoints,
             facts=facts,
-            write_shards=getattr(engine, "write_shards", None),
+            write_shards=engine.write_shards,
         )
-
-
-def whole_drafter(engine: Engine) -> AbstractContextManager[DFlashDrafter]:
-    """The drafter with all of its weights, for as long as the block lasts where it has to be gathered."""
-    gather = getattr(engine, "whole", None)
-    return nullcontext(engine.replica.drafter) if gather is None else gather()
 
 
 def refuse_resume(run_path: str | os.PathLike[str], config: RunConfig) -> None:
@@ -90,11 +82,6 @@ def refuse_resume(run_path: str | os.PathLike[str], config: RunConfig) -> None:
         differs.append(("num_captured", len(captured), config.target.num_captured))
     for name, was, now in differs:
         raise ResumeError(f"{folder} has {name} {was}, the settings say {now}; put it back, or start a new run")
-
-
-def dtypes_before(run_path: str | os.PathLike[str]) -> tuple[str, str] | None:
-    """(target_dtype, dtype) that the newest checkpoint was trained in, "auto" decided; None where it does not say."""
-    return tuple(checkpoint_facts(latest_checkpoint(run_path)).get("dtypes") or ()) or None
 
 
 def load_training(run: Run, say: Callable[[str], None] = lambda line: None, whole: bool = True) -> dict[str, Any]:

@@ -1,12 +1,14 @@
 """How a step is computed: a replica of the drafter, the sums it reports, and the serial engine that is the reference.
 
-`runner.threads` and `runner.processes` spread the same items over many devices; `training` drives any of them.
+`distributed.threads` and `distributed.processes` spread the same items over many devices; `loop` drives any of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,13 +22,10 @@ from dflash.train.plan import StepPlan, WorkItem
 from dflash.train.settings import TrainOptions
 
 if TYPE_CHECKING:
+    from dflash.data import Pack
     from dflash.target.capture import Features
-
-
-class FeatureSource(Protocol):
-    """Where a pack's target features come from."""
-
-    def get(self, pack) -> Features: ...
+    from dflash.target.features import FeatureSource
+    from dflash.train.plan import Planner
 
 
 class Replica:
@@ -53,16 +52,18 @@ class Replica:
     def accumulate(self, item: WorkItem, features: Features, denominator: float) -> Tensor:
         """Forward and backward of one item; its gradient joins the float32 ones. Returns the metric sums, see
         `metric_sums`."""
-        loss, metrics = self._loss(item, features, denominator)
+        loss, metrics = self.loss(item, features, denominator)
         loss.backward()
         self.optimizer.accumulate()
         return metric_sums(metrics)
 
-    def _loss(self, item: WorkItem, features: Features, denominator: float) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(self, item: WorkItem, features: Features, denominator: float) -> tuple[Tensor, dict[str, Tensor]]:
+        """Forward pass of one item: the loss and the drafter's metrics."""
         pack, device = item.pack, self.device
+        last = features.verifier_last_hidden
         return self.drafter(
             all_hidden_states=features.all_hidden_states.to(device, non_blocking=True),
-            verifier_last_hidden=features.verifier_last_hidden.to(device, non_blocking=True),
+            verifier_last_hidden=None if last is None else last.to(device, non_blocking=True),
             input_ids=to_device(pack.input_ids[None], device),
             loss_mask=pack.loss_mask[None],  # stays on the host, where the rows for the head are chosen
             lengths=pack.lengths,
@@ -76,7 +77,7 @@ class Replica:
 
     def rehearse(self, item: WorkItem, features: Features) -> float:
         """Forward and backward of a real item, whose gradients are dropped: what warmup compiles."""
-        loss = self._loss(item, features, item.weight or 1.0)[0]
+        loss = self.loss(item, features, item.weight or 1.0)[0]
         loss.backward()
         return float(loss.detach())
 
@@ -116,22 +117,57 @@ def read_sums(values: list[float]) -> dict[str, float | list[float]]:
     }
 
 
-class Engine(Protocol):
-    """Computes steps. `replica` is the one whose weights are evaluated and saved."""
+def zero_sums(block_size: int, device: torch.device) -> Tensor:
+    """The `metric_sums` of no item."""
+    return torch.zeros(len(SCALARS) + len(PER_SLOT) * (block_size - 1), dtype=torch.float64, device=device)
+
+
+class Engine:
+    """Computes steps. What is here does nothing, for an engine that has nothing to do at that point.
+
+    `replica` is the one whose weights are evaluated and saved, `planner` says what each step is made of. Where `leads` is
+    False another process plans, records, evaluates and saves, and this one follows.
+    """
 
     replica: Replica
+    planner: Planner
+    leads = True
 
     def warmup_jobs(self, plan: StepPlan) -> list[WarmupJob]:
         """What has to be compiled before the first step: one job for each replica, on the plan's real shapes."""
+        return []
 
-    def load_optimizer(self, state: dict) -> None:
-        """Put every replica's weights and moments back to a checkpoint's."""
+    def load_optimizer(self, state: dict, folder: Path | None = None) -> None:
+        """Put every replica's weights and moments back to a checkpoint's. `folder`: the checkpoint, for its shards."""
+
+    def held_out_source(self, packs: list[Pack]) -> FeatureSource:
+        """Where the leading process finds the features of the held-out packs."""
+        raise NotImplementedError
 
     def start(self, first_step: int) -> None:
         """Start workers; steps will be asked for in order from `first_step` on."""
 
     def step(self, plan: StepPlan, lr: float) -> Tensor:
         """Run one step. Returns `metric_sums` of all items followed by what `Replica.apply` gives, on any device."""
+        raise NotImplementedError
+
+    def follow(self, beat: Callable[[], None] = lambda: None) -> None:
+        """Of a process that does not lead, after `start`: work until the leading one has ended. `beat` after each step."""
+        raise NotImplementedError
+
+    @contextmanager
+    def whole(self) -> Iterator[DFlashDrafter]:
+        """The drafter with all of its weights, for as long as the block lasts where it has to be gathered."""
+        yield self.replica.drafter
+
+    def write_shards(self, folder: Path) -> None:
+        """Write what of the weights and moments is not in the optimizer's state into a new folder. Raises RunError."""
+
+    def on_hang(self, reason: str) -> None:
+        """For a watchdog: end the step that is waited for."""
+
+    def finish(self) -> None:
+        """The last step is done: release all who work along."""
 
     def close(self) -> None:
         """Stop workers and free what the engine made; called on every way out."""
@@ -152,26 +188,22 @@ def warmup_jobs(replicas: list[Replica], example: Callable[[], tuple[WorkItem, F
     ]
 
 
-class SerialEngine:
+class SerialEngine(Engine):
     """All items of a step one after another on one device. The reference for every other engine."""
 
-    def __init__(self, replica: Replica, source: FeatureSource):
-        self.replica = replica
-        self.source = source
+    def __init__(self, replica: Replica, source: FeatureSource, planner: Planner):
+        self.replica, self.source, self.planner = replica, source, planner
 
     def warmup_jobs(self, plan: StepPlan) -> list[WarmupJob]:
         item = plan.items[0]
         return warmup_jobs([self.replica], lambda: (item, self.source.get(item.pack)))
 
-    def load_optimizer(self, state: dict) -> None:
+    def load_optimizer(self, state: dict, folder: Path | None = None) -> None:
         self.replica.optimizer.load_state_dict(state)
 
-    def start(self, first_step: int) -> None:
-        pass
+    def held_out_source(self, packs: list[Pack]) -> FeatureSource:
+        return self.source
 
     def step(self, plan: StepPlan, lr: float) -> Tensor:
         sums = [self.replica.accumulate(item, self.source.get(item.pack), plan.denominator) for item in plan.items]
         return torch.cat([torch.stack(sums).sum(0), self.replica.apply(lr, plan)])
-
-    def close(self) -> None:
-        pass

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -54,12 +55,23 @@ class Topology:
         everyone = (*self.drafters, *(device for target in self.targets for device in target))
         return tuple(sorted(set(everyone), key=lambda d: (d.type, d.index or 0)))
 
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for `resolved.yaml`."""
+        targets = [[str(device) for device in target] for target in self.targets]
+        return {"drafters": [*map(str, self.drafters)], "targets": targets, "shared": self.shared, "reason": self.reason}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Topology:
+        """Inverse of `to_dict`."""
+        targets = tuple(tuple(map(torch.device, target)) for target in values["targets"])
+        return cls(tuple(map(torch.device, values["drafters"])), targets, values["shared"], values["reason"])
+
     def __str__(self) -> str:
         targets = ", ".join("+".join(map(str, target)) for target in self.targets)
         return f"targets on {targets}; drafters on {', '.join(map(str, self.drafters))} ({self.reason})"
 
-    def table(self, memory: dict[torch.device, Any] | None = None) -> str:
-        """A line a device: its roles and, with an estimate of `memory_estimate.estimate`, what it will hold."""
+    def table(self, memory: Mapping[torch.device, Any] | None = None) -> str:
+        """A line a device: its roles and, with an estimate of `memory.estimate`, what it will hold."""
         lines = [f"{'device':8} {'roles':24} memory" if memory else f"{'device':8} roles"]
         for device in self.devices:
             roles = [f"target[{i}]" for i, target in enumerate(self.targets) if device in target]
@@ -240,6 +252,11 @@ def _with_cpu(drafters: list[int] | str | None, targets: list[int] | str | None,
 
 def _cuda(index: int) -> torch.device:
     return torch.device("cuda", index)
+
+
+def on_one(device: torch.device) -> Topology:
+    """Target and drafter together on one device."""
+    return Topology((device,), ((device,),), True, f"target and drafter on {device}")
 
 
 def _topology(drafters: list[torch.device], targets: list[list[torch.device]], reason: str, apart: bool = False) -> Topology:

@@ -1,0 +1,413 @@
+"""What a config comes to on this machine: settled once, before anything is loaded, and kept in `runs/<id>/resolved.yaml`.
+
+    resolved = resolve(config)      # an error for what cannot work here, with the setting to change
+    resolved.config                 # the settings with every choice made: no "auto", no None that stands for one
+    resolved.topology, resolved.target, resolved.drafter, resolved.memory
+
+The start of a run, its threads and ranks, a resume, a replay and the help for a full device read it; nothing after it
+decides a device, a dtype, a shape or a number of packs again. What only the text can say (the packs, the tokens of a draft
+vocabulary) is `prepare.Data`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from dflash.data import random_packs
+from dflash.devices import compute_dtype, dtype_named
+from dflash.drafter import fast_path, fp8_head
+from dflash.drafter.attention import default_backend, refuse_backend
+from dflash.drafter.config import DrafterConfig, create_drafter_config
+from dflash.drafter.export import drafter_layout
+from dflash.errors import ConfigError
+from dflash.runs.record import CONFIG_NAME, read_metrics
+from dflash.target.choices import choose_mask_token_id, default_layer_ids, validate_layer_ids, validate_mask_token_id
+from dflash.target.loading import declared_end_ids, load_config, load_tokenizer, resolve_source
+from dflash.target.random_weights import is_random
+from dflash.train.checkpoint import checkpoint_facts, checkpoints
+from dflash.train.memory import DeviceMemory, estimate, refuse_what_does_not_fit
+from dflash.train.settings import RunConfig, TargetOptions
+from dflash.train.topology import CPU, Topology, available_gpus, decide, on_one
+
+RESOLVED_NAME = "resolved.yaml"
+
+
+@dataclass(frozen=True)
+class TargetFacts:
+    """The target's identity and sizes, from its config and tokenizer alone."""
+
+    name: str
+    family: str
+    layers: int
+    hidden_size: int
+    vocab_size: int
+    end_ids: tuple[int, ...]
+
+    @property
+    def random(self) -> bool:
+        return is_random(self.name)
+
+
+@dataclass(frozen=True)
+class ResolvedRun:
+    """A config and what it came to.
+
+    Args:
+        asked: digest of the settings as they were given. gpus: CUDA devices that there were. nodes: machines.
+        packs_asked: `packs_per_step` as it was given; `config` has at least one pack for each drafter.
+        config: the settled settings. `attention` names a backend, `fast_capture` is False where it cannot be;
+            `mask_token_id` is None where the text decides it, as `warm_start` is "auto" where the target's layers do.
+        drafter: the shape; with `start_from` that drafter's. `draft_vocab_size` is None where the text decides it.
+        fused: whether the drafter trains over the Triton kernels (`drafter.fast_path`).
+        memory: what each device will hold; empty where it was not estimated.
+        notes: what came out otherwise than asked, one sentence each.
+    """
+
+    asked: str
+    gpus: int
+    nodes: int
+    packs_asked: int
+    config: RunConfig
+    topology: Topology
+    target: TargetFacts
+    drafter: DrafterConfig
+    fused: bool
+    memory: Mapping[torch.device, DeviceMemory]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def layer_ids(self) -> list[int]:
+        return list(self.config.target.target_layers)
+
+    @property
+    def target_dtype(self) -> torch.dtype:
+        return dtype_named(self.config.target.target_dtype)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the drafter computes in."""
+        return dtype_named(self.config.train.dtype)
+
+    def table(self) -> str:
+        """A line a device, how that came about, and the notes."""
+        return "\n".join([self.topology.table(self.memory), *self.notes])
+
+    def on_one(self, device: torch.device) -> ResolvedRun:
+        """The same run with target and drafter on one device, for a look at its steps elsewhere."""
+        options, fused = self.config.drafter, fast_path.fits(device, self.drafter.head_dim)
+        if device.type != self.topology.drafters[0].type:
+            options = replace(options, attention=default_backend(device))
+        config = replace(self.config, drafter=options)
+        return replace(self, config=config, topology=on_one(device), fused=fused, memory={})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values that YAML can hold."""
+        return {
+            "asked": self.asked,
+            "gpus": self.gpus,
+            "nodes": self.nodes,
+            "packs_asked": self.packs_asked,
+            "devices": self.topology.to_dict(),
+            "target": {**asdict(self.target), "end_ids": list(self.target.end_ids)},
+            "drafter": self.drafter.to_dict(),
+            "fused": self.fused,
+            "memory": {str(device): {"have": m.have, "parts": m.parts} for device, m in self.memory.items()},
+            "notes": list(self.notes),
+            "settings": self.config.to_dict(),
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> ResolvedRun:
+        """Inverse of `to_dict`."""
+        return cls(
+            **{name: values[name] for name in ("asked", "gpus", "nodes", "packs_asked", "fused")},
+            config=RunConfig.from_dict(values["settings"]),
+            topology=Topology.from_dict(values["devices"]),
+            target=TargetFacts(**{**values["target"], "end_ids": tuple(values["target"]["end_ids"])}),
+            drafter=DrafterConfig.from_dict(values["drafter"]),
+            memory={torch.device(name): DeviceMemory(m["parts"], m["have"]) for name, m in values["memory"].items()},
+            notes=tuple(values["notes"]),
+        )
+
+    def save(self, run_path: str | os.PathLike[str]) -> None:
+        """Write `resolved.yaml`, whole or not at all."""
+        path = Path(run_path) / RESOLVED_NAME
+        beside = path.with_name(f".{path.name}.{os.getpid()}")
+        beside.write_text(yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True))
+        beside.replace(path)
+
+
+@dataclass(frozen=True)
+class Before:
+    """What a run that goes on was trained with; None is not on record."""
+
+    target_dtype: str | None = None
+    dtype: str | None = None
+    packs_per_step: int = 0
+    packs_asked: int = 0
+
+
+def resolve(
+    config: RunConfig, before: Before | None = None, *, nodes: int = 1, ask_gpus: bool = True, gpus: int | None = None
+) -> ResolvedRun:
+    """Settle a config.
+
+    Args:
+        before: of a run that goes on; what "auto" came to then is kept, and a change is noted.
+        ask_gpus: False does not ask GPUs for their memory, which would cost this process a context on each.
+        gpus: CUDA devices there are; None counts them.
+
+    Raises: ConfigError, TargetError or MemoryEstimateError.
+    """
+    _refuse_for_random(config)
+    count = available_gpus() if gpus is None else gpus
+    resolved, shape = _settle(config, decide(config.runtime, count), before or Before(), nodes, count)
+    _refuse_kernels(resolved)
+    _make_cache_folder(resolved.config.train.cache_dir)
+    unknown = {} if ask_gpus else {device: None for device in resolved.topology.devices if device.type == "cuda"}
+    memory = estimate(resolved.config, resolved.drafter, shape, resolved.topology, unknown)
+    refuse_what_does_not_fit(memory, resolved.config)
+    return replace(resolved, memory=memory)
+
+
+def settle_run(run_path: str | os.PathLike[str], config: RunConfig, *, nodes: int = 1, ask_gpus: bool = True) -> ResolvedRun:
+    """A run's `resolved.yaml`, where it is of these settings and of a machine like this one; else resolved anew, going on
+    from what the run was, and written."""
+    found = read_resolved(run_path)
+    if found and (found.asked, found.gpus, found.nodes) == (_digest(config), available_gpus(), nodes):
+        return found
+    before = _trained_in(run_path)
+    if found is not None:
+        before = replace(before, packs_per_step=found.config.train.packs_per_step, packs_asked=found.packs_asked)
+    resolved = resolve(config, before, nodes=nodes, ask_gpus=ask_gpus)
+    resolved.save(run_path)
+    return resolved
+
+
+def read_resolved(run_path: str | os.PathLike[str]) -> ResolvedRun | None:
+    """What `resolved.yaml` of a run folder says; None where there is none that this version can read."""
+    try:
+        return ResolvedRun.from_dict(yaml.safe_load((Path(run_path) / RESOLVED_NAME).read_text()))
+    except (OSError, yaml.YAMLError, KeyError, TypeError, ConfigError):
+        return None
+
+
+def recall(run_path: str | os.PathLike[str]) -> ResolvedRun:
+    """What a run came to. For a folder from before `resolved.yaml`: dtypes by its newest checkpoint, packs a step by its
+    record, and no devices but the CPU."""
+    found = read_resolved(run_path)
+    if found is not None:
+        return found
+    config, before = RunConfig.load(Path(run_path) / CONFIG_NAME), _trained_in(run_path)
+    steps = [record for record in read_metrics(run_path)[0] if record["kind"] == "step"]
+    packs = len(steps[-1].get("pack_ids") or ()) if steps else 0
+    before = replace(before, packs_per_step=packs, packs_asked=config.train.packs_per_step)
+    return _settle(config, on_one(CPU), before, 1, 0)[0]
+
+
+def _settle(config: RunConfig, topology: Topology, before: Before, nodes: int, gpus: int) -> tuple[ResolvedRun, Any]:
+    """The resolved run without its memory, and the target's config."""
+    source = resolve_source(config.target.target)
+    shape = load_config(source)
+    tokenizer = load_tokenizer(source, shape)
+    ends = declared_end_ids(source, shape, tokenizer)
+    if config.train.soft_labels and getattr(shape, "final_logit_softcapping", None) is not None:
+        raise ConfigError(
+            f"soft_labels compares with the plain logits of a head, and '{config.target.target}' caps its logits; use "
+            "soft_labels=False"
+        )
+    start = None if config.drafter.start_from is None else drafter_layout(config.drafter.start_from)
+    target, options = config.target, config.drafter
+    if start is not None:
+        drafter = DrafterConfig.from_dict(start["config"])
+        target, options = _like_its_start(config, start)
+    else:
+        drafter = _drafter_shape(config, shape)
+    wanted, mask = target.target_layers, options.mask_token_id
+    layers = (
+        default_layer_ids(shape.num_hidden_layers, _captured_count(target.num_captured, shape.num_hidden_layers))
+        if wanted is None
+        else validate_layer_ids(wanted, shape.num_hidden_layers)
+    )
+    if mask is not None:
+        validate_mask_token_id(mask, tokenizer, shape.vocab_size, ends)
+    elif random_packs(config.data.data) is not None:
+        mask = choose_mask_token_id(tokenizer, shape.vocab_size, ends)
+    attention = default_backend(topology.drafters[0]) if options.attention == "auto" else options.attention
+    warm = options.warm_start if not is_random(target.target) else False  # its layers are noise
+    notes: list[str] = []
+    first = topology.targets[0]
+    target_dtype = _dtype("target_dtype", target.target_dtype, first[0], before.target_dtype, notes)
+    dtype = _dtype("dtype", config.train.dtype, topology.drafters[0], before.dtype, notes)
+    packs = _packs_per_step(config.train.packs_per_step, nodes * len(topology.drafters), before, notes)
+    settled = replace(
+        config,
+        target=replace(
+            target,
+            target_layers=tuple(layers),
+            target_dtype=target_dtype,
+            fast_capture=target.fast_capture and len(first) == 1,
+        ),
+        drafter=replace(options, mask_token_id=mask, attention=attention, warm_start=warm),
+        train=replace(config.train, dtype=dtype, packs_per_step=packs),
+    )
+    facts = TargetFacts(
+        source.name, shape.model_type, shape.num_hidden_layers, shape.hidden_size, shape.vocab_size, tuple(ends)
+    )
+    resolved = ResolvedRun(
+        asked=_digest(config),
+        gpus=gpus,
+        nodes=nodes,
+        packs_asked=config.train.packs_per_step,
+        config=settled,
+        topology=topology,
+        target=facts,
+        drafter=drafter,
+        fused=fast_path.fits(topology.drafters[0], drafter.head_dim) and config.runtime.drafter_parallel == "replicate",
+        memory={},
+        notes=tuple(notes),
+    )
+    return resolved, shape
+
+
+def _digest(config: RunConfig) -> str:
+    return hashlib.blake2b(repr(config).encode(), digest_size=8).hexdigest()
+
+
+# -- the drafter's shape -------------------------------------------------------------------------------------------
+
+
+def _drafter_shape(config: RunConfig, shape: Any) -> DrafterConfig:
+    options = config.drafter
+    if options.warm_start is True and options.drafter_layers > shape.num_hidden_layers:
+        raise ConfigError(
+            f"warm_start copies the target's last layers, and the target has {shape.num_hidden_layers}, fewer than "
+            f"drafter_layers = {options.drafter_layers}; make the drafter smaller or switch warm_start off"
+        )
+    return create_drafter_config(shape, options.drafter_layers, draft_vocab_size=options.draft_vocab or None)
+
+
+def _like_its_start(config: RunConfig, layout: Mapping[str, Any]) -> tuple[Any, Any]:
+    """The target's and the drafter's settings with layers, mask token and number of layers of the drafter that training
+    starts from.
+
+    Raises: ConfigError when a setting says otherwise than that drafter.
+    """
+    folder = config.drafter.start_from
+    for name, asked, found in (
+        ("block_size", config.drafter.block_size, layout["block_size"]),
+        ("target_layers", config.target.target_layers, tuple(layout["target_layer_ids"])),
+        ("mask_token_id", config.drafter.mask_token_id, layout["mask_token_id"]),
+    ):
+        if asked is not None and asked != found:
+            raise ConfigError(
+                f"{name} is {asked}, the drafter in {folder} was made with {found}; pass {name}={found}, or "
+                "leave start_from empty"
+            )
+    return (
+        replace(config.target, target_layers=tuple(layout["target_layer_ids"])),
+        replace(config.drafter, mask_token_id=layout["mask_token_id"], drafter_layers=layout["config"]["num_hidden_layers"]),
+    )
+
+
+def _captured_count(asked: int, layers: int) -> int:
+    """How many layers of a target are captured: `asked`. The default is made to fit a smaller target, another number that
+    does not fit is a ConfigError."""
+    if asked > layers and asked != TargetOptions.num_captured:
+        raise ConfigError(
+            f"num_captured is {asked}, and the target has {layers} layers; capture at most {layers}, or name "
+            "them with target_layers"
+        )
+    return min(asked, layers)
+
+
+# -- dtypes and packs ----------------------------------------------------------------------------------------------
+
+
+def _trained_in(run_path: str | os.PathLike[str]) -> Before:
+    """The dtypes of the newest checkpoint: as its mark says, else what its weights are stored in."""
+    saved = checkpoints(run_path)
+    if not saved:
+        return Before()
+    folder = saved[-1][1]
+    dtypes = checkpoint_facts(folder).get("dtypes")
+    if dtypes:
+        return Before(*dtypes)
+    from safetensors import safe_open
+
+    with safe_open(folder / "drafter.safetensors", "pt") as file:
+        kind = file.get_slice("fc.weight").get_dtype()
+    return Before(None, {"BF16": "bfloat16", "F32": "float32"}.get(kind))
+
+
+def _dtype(name: str, asked: str, device: torch.device, was: str | None, notes: list[str]) -> str:
+    now = was if was and asked == "auto" else str(compute_dtype(asked, device)).removeprefix("torch.")
+    if was and now != was:
+        notes.append(
+            f"{name} is {now}, and the checkpoint was trained in {was}: the run goes on, but it is not the unbroken run"
+        )
+    if was and asked == "auto" and device.type != "cpu" and now == "float32":
+        notes.append(f"{name} stays float32, as the checkpoint was trained; {name}=bfloat16 is faster on {device}")
+    return now
+
+
+def _packs_per_step(asked: int, drafters: int, before: Before, notes: list[str]) -> int:
+    """As many as asked, and one for each drafter, for a drafter without packs only waits. A run that was asked the same
+    keeps its number, whatever drafters it goes on with."""
+    if before.packs_asked == asked and before.packs_per_step >= drafters:
+        return before.packs_per_step
+    if asked < drafters:
+        notes.append(f"packs_per_step {asked} leaves {drafters - asked} of {drafters} drafters idle; using {drafters}")
+    return max(asked, drafters)
+
+
+# -- what cannot work ----------------------------------------------------------------------------------------------
+
+
+def _refuse_for_random(config: RunConfig) -> None:
+    """Raises ConfigError where a random target is asked for what it cannot give."""
+    name = config.target.target
+    if not is_random(name):
+        return
+    if config.drafter.warm_start is True and config.drafter.start_from is None:
+        raise ConfigError(f"warm_start copies layers of the target, and those of '{name}' are noise; pass warm_start=False")
+    if config.runtime.gpus_per_target > 1:
+        raise ConfigError(
+            f"'{name}' is made on one device and cannot be spread over gpus_per_target="
+            f"{config.runtime.gpus_per_target}; use 1, or fewer layers ({name.split('@')[0]}@8)"
+        )
+
+
+def _refuse_kernels(resolved: ResolvedRun) -> None:
+    """Raises ConfigError for a head precision or an attention that cannot run on the drafters' devices."""
+    options, shape = resolved.config.drafter, resolved.drafter
+    for device in resolved.topology.drafters:
+        if options.head_precision == "fp8":
+            fp8_head.refuse(device, resolved.dtype, shape.hidden_size)
+        if options.attention == "flex" and device.type == "cpu":
+            raise ConfigError(
+                "attention='flex' has no backward on a CPU, so it cannot train there; use "
+                "attention='auto' or 'sdpa_chunked', or a GPU for drafters (gpus)"
+            )
+        heads, kv_heads = shape.num_attention_heads, shape.num_key_value_heads
+        refuse_backend(options.attention, device, heads, kv_heads, shape.head_dim, options.block_size)
+
+
+def _make_cache_folder(folder: str | None) -> None:
+    if folder is None:
+        return
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"cache_dir {folder} cannot be made ({error.strerror}); name a folder that can be written, or leave it empty "
+            "to keep features in memory"
+        ) from None
