@@ -12,9 +12,9 @@ import torch
 from patience import PATIENCE
 from torch import Tensor
 
-from dflash.bench.pipeline import on
 from dflash.bench.pipeline_case import Case, make_planner, make_replica, make_target, weights_of
 from dflash.compile_safety import protected
+from dflash.devices import on
 from dflash.distributed.cluster import workers
 from dflash.launch.torchrun import child_environment, torchrun_command
 from dflash.target.capture import Features
