@@ -24,7 +24,7 @@ from dflash.evaluate.served import ServeOptions, serve_check
 from dflash.evaluate.server import Server, last_error
 from dflash.target.capture import load_target
 from dflash.train.prepare import prepare_data
-from dflash.train.settings import RunConfig
+from dflash.train.resolve import recall
 
 TOKENS = 12
 
@@ -86,10 +86,10 @@ def command(run, *arguments):
 def made(tmp_path, monkeypatch, past_end=2):
     """A tiny run, and the table of a server that agrees with it but counts drafts behind the end of each text."""
     run, _, drafter = tiny_run(tmp_path, monkeypatch)
-    config = RunConfig.load(run / "config.yaml")
-    target = load_target(config.target.target, "cpu", torch.float32, drafter.target_layer_ids)
+    resolved = recall(run)
+    target = load_target(resolved.target.name, "cpu", torch.float32, drafter.target_layer_ids)
     table = {}
-    for item in prepare_data(config).held_out:
+    for item in prepare_data(resolved).held_out:
         ids = list(item.input_ids[: item.loss_mask.index(True)])
         text = slow_greedy(target, ids, TOKENS, target.end_ids)
         longer = speculative_generate(target, drafter, ids, TOKENS + past_end, eos_token_ids=[])

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
+from chat_tokenizer import chat_tokenizer, save_material
 
 from dflash.drafter.config import create_drafter_config
 from dflash.drafter.model import DFlashDrafter
@@ -14,6 +15,7 @@ from dflash.drafter.warm_start import WarmStartError, warm_start
 from dflash.errors import ConfigError
 from dflash.target.capture import Target
 from dflash.train.prepare import make_drafter
+from dflash.train.resolve import resolve
 from dflash.train.settings import RunConfig
 
 SIZES = dict(
@@ -100,14 +102,25 @@ def test_the_proof_notices_a_small_fault(wrong):
         warm_start(drafter, target.decoder)
 
 
-def test_auto_starts_from_random_weights_and_says_so():
+def test_auto_starts_from_random_weights_and_says_so(tmp_path):
     target = tiny("Gemma2")
-    data = SimpleNamespace(conversations=[], layer_ids=[0, 2], mask_token_id=60)
+    save_material(tmp_path, target.model, chat_tokenizer())
+    data = SimpleNamespace(conversations=[])
 
     def weights(setting, said=None):
-        options = dict(warm_start=setting, num_captured=2, block_size=4, max_anchors=4, dtype="float32")
+        options = dict(
+            target=str(tmp_path / "target"),
+            gpus="cpu",
+            warm_start=setting,
+            target_layers=[0, 2],
+            drafter_layers=2,
+            block_size=4,
+            max_anchors=4,
+            dtype="float32",
+        )
         say = (lambda line: None) if said is None else said.append
-        drafter = make_drafter(RunConfig.from_parameters(**options), target, data, "cpu", say)
+        resolved = resolve(RunConfig.from_parameters(**options))
+        drafter = make_drafter(resolved, target, data, torch.device("cpu"), say)
         return torch.cat([weight.flatten() for weight in drafter.parameters()])
 
     told = []

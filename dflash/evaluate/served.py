@@ -35,7 +35,7 @@ from dflash.target.capture import Target, load_target
 from dflash.target.folder import is_folder, write_target_folder
 from dflash.target.loading import load_config, resolve_source
 from dflash.train.prepare import prepare_data
-from dflash.train.settings import RunConfig
+from dflash.train.resolve import ResolvedRun, recall
 
 LAYOUTS = ("zlab", "speculators")
 Say = Callable[[str], None]
@@ -141,8 +141,8 @@ def serve_check(options: ServeOptions, say: Say = print) -> dict[str, Any]:
 
 def prepare_case(options: ServeOptions, folder: Path, say: Say) -> Case:
     """The export and the target's folder, both in the run folder where none is named, and our own target and drafter."""
-    config = RunConfig.load(run_folder(options.run) / "config.yaml")
-    name = config.target.target
+    resolved = recall(run_folder(options.run))
+    name = resolved.target.name
     export = Path(options.drafter) if options.drafter else folder / options.layout
     target_folder = Path(name).expanduser() if is_folder(name) else folder / "target"
     if options.drafter is None:
@@ -163,16 +163,16 @@ def prepare_case(options: ServeOptions, folder: Path, say: Say) -> Case:
     dtype = dtype_named(options.dtype)
     target = load_target(name, "cpu", dtype, list(settings["target_layer_ids"]))
     drafter = open_drafter(export, target, dtype).eval()
-    prompts = _prompts(options, config, target)
+    prompts = _prompts(options, resolved, target)
     return Case(target, drafter, export.resolve(), target_folder.resolve(), prompts, options.draft_tokens or drafted)
 
 
-def _prompts(options: ServeOptions, config: RunConfig, target: Target) -> list[list[int]]:
+def _prompts(options: ServeOptions, resolved: ResolvedRun, target: Target) -> list[list[int]]:
     if options.prompts:
         renderer = ChatRenderer(target.tokenizer)
         found = [list(renderer.prompt_ids(messages)) for messages in read_prompts(options.prompts)]
     else:
-        found = [list(item.input_ids[: item.loss_mask.index(True)]) for item in prepare_data(config).held_out]
+        found = [list(item.input_ids[: item.loss_mask.index(True)]) for item in prepare_data(resolved).held_out]
     if not found:
         raise ConfigError("the run holds no conversations out, so there are no prompts; give --prompts FILE")
     return found[: options.limit]
