@@ -17,6 +17,7 @@ from dflash.errors import DataError
 from dflash.evaluate.whole import EvaluateOptions
 from dflash.evaluate.whole import _prompts as evaluate_prompts
 from dflash.train.prepare import prepare, prepare_data
+from dflash.train.resolve import resolve
 from dflash.train.settings import RunConfig
 
 RAIN = {"type": "object", "properties": {"c": {"type": "string"}}}
@@ -263,10 +264,9 @@ def test_a_run_on_such_a_file_is_made_ready_and_says_what_it_left_out(tmp_path):
         target=str(tmp_path / "target"), data=str(tmp_path / "data.jsonl"), pack_length=128, num_captured=1, block_size=4,
         max_anchors=8, drafter_layers=1, held_out=4,
     )  # fmt: skip
-    told = []
-    job = prepare(config, say=told.append)
+    job = prepare(resolve(config))
     assert job.data.report.skipped == dict.fromkeys(BAD, 1)
-    assert any("rows left out of" in line and all(reason in line for reason in BAD) for line in told)
+    assert all(reason in job.data.report.table() for reason in BAD), "which a run says before it loads anything"
 
 
 def test_too_many_bad_rows_stop_the_run_with_the_table_before_the_target_is_loaded(tmp_path, monkeypatch):
@@ -275,7 +275,7 @@ def test_too_many_bad_rows_stop_the_run_with_the_table_before_the_target_is_load
     monkeypatch.setattr("dflash.train.prepare.load_target", lambda *a, **k: pytest.fail("the target was loaded"))
     options = dict(target=str(tmp_path / "target"), data=str(tmp_path / "data.jsonl"), pack_length=128, num_captured=1)
     with pytest.raises(DataError) as error:
-        prepare(RunConfig.from_parameters(**options))
+        prepare(resolve(RunConfig.from_parameters(**options)))
     assert f"{len(BAD)} of the {100 + len(BAD)} conversations" in str(error.value) and "at most 10% may be" in str(
         error.value
     )
@@ -283,7 +283,9 @@ def test_too_many_bad_rows_stop_the_run_with_the_table_before_the_target_is_load
     more = [{"messages": [{"role": "user", "content": f"say {n}"}, GOOD["messages"][1]]} for n in range(3)]
     with open(tmp_path / "data.jsonl", "a") as out:
         out.write("".join(json.dumps(row) + "\n" for row in more))
-    assert prepare_data(RunConfig.from_parameters(**options, held_out=1, max_skipped=0.5)).report.conversations == 103
+    assert (
+        prepare_data(resolve(RunConfig.from_parameters(**options, held_out=1, max_skipped=0.5))).report.conversations == 103
+    )
 
 
 def test_an_empty_answer_outside_its_generation_tag_is_counted():

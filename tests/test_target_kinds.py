@@ -21,6 +21,7 @@ from dflash.target.capture import Target, choose_mask_token_id, load_target, val
 from dflash.target.loading import load_config, resolve_source, supported_attention
 from dflash.target.session import TargetSession
 from dflash.train.prepare import prepare_data
+from dflash.train.resolve import resolve
 from dflash.train.settings import RunConfig
 
 
@@ -61,7 +62,7 @@ def test_plain_models_keep_sdpa_and_soft_labels_refuse_capped_logits(tmp_path):
         target=str(tmp_path / "target"), data=str(tmp_path / "data.jsonl"), pack_length=128, soft_labels=True, num_captured=2
     )
     with pytest.raises(ConfigError, match="caps its logits; use soft_labels=False"):
-        prepare_data(config)
+        prepare_data(resolve(config))
 
 
 # -- adapters and quantised folders -----------------------------------------------------------------------------
@@ -160,13 +161,13 @@ def settings(root, **changes) -> RunConfig:
 def test_a_mask_token_of_the_data_is_counted_and_warned(tmp_path):
     save_material(tmp_path, chat_target().model, chat_tokenizer())
     letter = chat_tokenizer()("y")["input_ids"][0]
-    data = prepare_data(settings(tmp_path, mask_token_id=letter))
+    data = prepare_data(resolve(settings(tmp_path, mask_token_id=letter)))
     ids = [
         token for item in load_conversations(tmp_path / "data.jsonl", chat_tokenizer(), 128)[0] for token in item.input_ids
     ]
     wanted = f"mask_token_id {letter} is a token of the data: {ids.count(letter):,} of {len(ids):,} tokens"
     assert ids.count(letter) > 5 and wanted in data.report.warnings[0] and wanted in data.report.table()
-    chosen = prepare_data(settings(tmp_path))
+    chosen = prepare_data(resolve(settings(tmp_path)))
     assert chosen.report.warnings == [] and chosen.mask_token_id not in ids
 
 
@@ -175,7 +176,7 @@ def test_an_end_id_of_the_generation_config_alone_is_refused_as_mask(tmp_path):
     file = tmp_path / "target" / "generation_config.json"
     file.write_text(json.dumps({"eos_token_id": [2, 5]}))
     with pytest.raises(TargetError, match="mask_token_id 5 is also the end token 5"):
-        prepare_data(settings(tmp_path, mask_token_id=5))
+        resolve(settings(tmp_path, mask_token_id=5))
     assert validate_mask_token_id(5, chat_tokenizer(), 262, [2]) == 5
 
 

@@ -105,7 +105,7 @@ def test_the_proof_notices_a_small_fault(wrong):
 def test_auto_starts_from_random_weights_and_says_so(tmp_path):
     target = tiny("Gemma2")
     save_material(tmp_path, target.model, chat_tokenizer())
-    data = SimpleNamespace(conversations=[])
+    data = SimpleNamespace(conversations=[], mask_token_id=60)
 
     def weights(setting, said=None):
         options = dict(
