@@ -403,6 +403,17 @@ def test_the_time_left_comes_from_the_newest_steps_and_what_is_due(tmp_path):
     assert series.seconds_left is None, "the plan's last step is done"
 
 
+def test_minutes_before_the_first_step_are_not_silent(tmp_path):
+    run = Run.create(tmp_path, {"steps": 9}, "r")
+    run.metrics.write("log", worker="main", level="info", message="captured 12 of 64 packs at 141 tokens/s")
+    series = RunSeries(run.path)
+    series.follow()
+    assert "captured 12 of 64 packs" in one_line(series) and "captured 12 of 64 packs" in status_html(series)
+    run.metrics.write("step", step=1, loss=1.0)
+    series.follow()
+    assert "captured" not in one_line(series) and "captured" not in status_html(series)
+
+
 def test_a_crowded_legend_stands_beside_its_plot(tmp_path):
     path = write_run(tmp_path, steps=8, devices=8)
     series = RunSeries(path)

@@ -38,6 +38,8 @@ def one_line(run: RunSeries) -> str:
     step = run.last_step.get("step")
     if step is not None:
         parts.append(f"step {step}" + (f" of {run.total_steps}" if run.total_steps else ""))
+    elif run.doing:
+        parts.append(run.doing)
     if run.smooth_loss.last is not None:
         parts.append(f"loss {run.smooth_loss.last:.3f}")
     acceptance = run.last_eval.get("acceptance_length")

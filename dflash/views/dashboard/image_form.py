@@ -104,6 +104,8 @@ def _draw(page: Any, ax: Any, panel: Panel) -> None:
 def _limit(ax: Any, panel: Panel) -> None:
     low, high = panel.y_range
     if low is not None:
+        if panel.y_title == "tokens/s":
+            ax.yaxis.set_major_formatter("{x:,.0f}")
         top = max((float(np.nanmax(line.y)) for line in panel.lines if len(line.y)), default=low)
         ax.set_ylim(low, high if high is not None else low + (top - low) * 1.06 if top > low else low + 1)
 

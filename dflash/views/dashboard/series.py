@@ -247,6 +247,12 @@ class RunSeries:
         return next((section[name] for section in sections if section.get(name) is not None), None)
 
     @property
+    def doing(self) -> str:
+        """What the run last said it does before its first step: loading, capturing features, warming up."""
+        main = [str(record.get("message", "")) for record in list(self.log)[-20:] if record.get("worker") == "main"]
+        return main[-1].strip()[:100] if main and not self.last_step else ""
+
+    @property
     def total_steps(self) -> int | None:
         """Planned number of steps: from the newest `plan` record, else from the configuration."""
         total = self.planned_steps if self.planned_steps is not None else self.setting("steps")

@@ -175,6 +175,7 @@ def status_html(series: RunSeries, waiting: str = "") -> str:
         "elapsed": style.duration(seconds),
         "left, about": style.duration(left) if left is not None and state == "running" else None,
     }
+    waiting = waiting or (series.doing if state == "running" else "")
     cells = [(name, value or "\N{EN DASH}") for name, value in known.items()]
     done = min(100.0, 100 * step / total) if total else 0.0
     colour = colours.get(state, style.BLUE)
