@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import nbformat
@@ -15,10 +17,12 @@ from synthetic_run import write_run
 
 from dflash.__main__ import main as command_line
 from dflash.errors import ConfigError, RunError
+from dflash.runs.lock import locked
 from dflash.runs.record import Run, read_metrics
 from dflash.train.settings import RunConfig
+from dflash.workbook import run_notebook as run_notebook_module
 from dflash.workbook.parameters import accepted_parameters, check_parameters, check_variables, declared_parameters, help_text
-from dflash.workbook.run_notebook import CELL_FAILED, INTERRUPTED, KILLED, OK, parameters_from, run_notebook
+from dflash.workbook.run_notebook import CELL_FAILED, INTERRUPTED, KILLED, OK, _close_record, parameters_from, run_notebook
 
 ROOT = str(Path(__file__).parent.parent)
 PARAMETERS = """\
@@ -218,6 +222,36 @@ def test_a_killed_kernel_is_marked_in_notebook_record_and_report(tmp_path):
     assert (end["kind"], end["status"], end["step"]) == ("run_end", "failed", 20)
     page = launched.report.read_text()
     assert 'class="badge died"' in page and "kernel ended while cell" in page and "Last completed step: 20" in page
+
+
+def test_ranks_that_outlive_their_kernel_write_the_one_end(tmp_path, monkeypatch):
+    """The kernel that started them was killed; they end the run with a checkpoint, and say so."""
+    folder = write_run(tmp_path / "runs", "killed", steps=20)
+    lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (folder / "metrics.jsonl").write_text("".join(lines[:-1]))
+    held = threading.Event()
+
+    def rank():
+        with locked(folder):
+            held.set()
+            time.sleep(0.5)
+            with open(folder / "metrics.jsonl", "a") as file:
+                file.write(json.dumps({"kind": "run_end", "t": 1.0, "status": "interrupted"}) + "\n")
+
+    thread = threading.Thread(target=rank)
+    thread.start()
+    assert held.wait(10)
+    _close_record(folder, KILLED)
+    thread.join()
+    ends = [r for r in read_metrics(folder)[0] if r["kind"] == "run_end"]
+    assert [end["status"] for end in ends] == ["interrupted"]
+    monkeypatch.setattr(run_notebook_module, "STOP_PATIENCE", 0.3)
+    (folder / "metrics.jsonl").write_text("".join(lines[:-1]))
+    with locked(folder):
+        _close_record(folder, KILLED)
+    assert not [r for r in read_metrics(folder)[0] if r["kind"] == "run_end"], "who still trains writes the end"
+    _close_record(folder, KILLED)
+    assert [r["status"] for r in read_metrics(folder)[0] if r["kind"] == "run_end"] == ["failed"]
 
 
 def test_sigterm_leaves_a_saved_notebook_and_a_report(tmp_path):

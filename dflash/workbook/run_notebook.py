@@ -202,9 +202,13 @@ def _mark(notebook: nbformat.NotebookNode, outcome: Verdict, code: int) -> None:
 
 
 def _close_record(folder: Path, code: int) -> None:
-    """A killed process cannot write its `run_end`; the launcher, which saw it die, does."""
+    """A killed process cannot write its `run_end`; the launcher, which saw it die, does. Ranks that outlive the kernel which
+    started them end their run themselves, with a checkpoint: they are waited for."""
+    deadline = time.monotonic() + STOP_PATIENCE
+    while is_running(folder) and time.monotonic() < deadline:
+        time.sleep(0.2)
     records, _ = read_metrics(folder)
-    if not records or any(record["kind"] == "run_end" for record in records):
+    if not records or is_running(folder) or any(record["kind"] == "run_end" for record in records):
         return
     step = next((r.get("step") for r in reversed(records) if r["kind"] == "step"), None)
     status = "interrupted" if code == INTERRUPTED else "failed"
