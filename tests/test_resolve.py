@@ -21,7 +21,8 @@ from dflash.target.random_weights import random_config
 from dflash.train import resolve as resolving
 from dflash.train.checkpoint import latest_checkpoint, load_trainer_state
 from dflash.train.replay import replay
-from dflash.train.resolve import Before, read_resolved, recall, resolve, settle_run
+from dflash.train.resolve import Before, recall, resolve, settle_run
+from dflash.train.resolved import read_resolved
 from dflash.train.settings import RunConfig
 
 OLD = Path(__file__).parent / "fixtures" / "old_run"
@@ -79,6 +80,13 @@ def test_what_is_written_is_what_was_resolved(trained):
     said = [r["message"] for r in read_metrics(trained)[0] if r["kind"] == "log"]
     assert found.notes[0] in said and [str(d) for d in found.topology.drafters] == ["cpu"] * 3
     assert "auto" not in (settled.target.target_dtype, settled.train.dtype, settled.drafter.attention)
+
+
+def test_the_report_says_what_it_came_to(trained):
+    assert main(["report", str(trained), "--static"]) == 0
+    page = (trained / "report.html").read_text()
+    for said in ("Drafters on cpu, cpu, cpu", "3 packs a step", "float32 with sdpa_chunked attention", "layers 2 captured"):
+        assert said in page, said
 
 
 @pytest.mark.parametrize(("gpus", "asked", "packs"), [("cpu:2", 1, 3), ("cpu:4", 1, 4), ("cpu:2", 5, 5), ("cpu:1", 2, 2)])

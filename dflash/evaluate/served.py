@@ -35,7 +35,8 @@ from dflash.target.capture import Target, load_target
 from dflash.target.folder import is_folder, write_target_folder
 from dflash.target.loading import load_config, resolve_source
 from dflash.train.prepare import prepare_data
-from dflash.train.resolve import ResolvedRun, recall
+from dflash.train.resolve import recall
+from dflash.train.resolved import ResolvedRun
 
 LAYOUTS = ("zlab", "speculators")
 Say = Callable[[str], None]

@@ -17,7 +17,7 @@ from dflash.target.features import FeatureSource
 from dflash.train.checkpoint import checkpoint_folder
 from dflash.train.loop import Outcome, Trainer
 from dflash.train.prepare import Data, prepare_data
-from dflash.train.resolve import ResolvedRun
+from dflash.train.resolved import ResolvedRun
 from dflash.train.resume import same_plan, save_training
 from dflash.train.step import Engine
 

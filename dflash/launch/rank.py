@@ -29,7 +29,8 @@ from dflash.target.spread import shard_target
 from dflash.train.checkpoint import checkpoint_folder, load_trainer_state
 from dflash.train.memory_help import explained
 from dflash.train.prepare import Data, load_run_target, make_drafter, make_planner, make_run_source
-from dflash.train.resolve import ResolvedRun, read_resolved, settle_run
+from dflash.train.resolve import settle_run
+from dflash.train.resolved import ResolvedRun, read_resolved
 from dflash.train.resume import load_training, refuse_resume
 from dflash.train.settings import RunConfig
 from dflash.train.step import Engine, Replica

@@ -26,7 +26,8 @@ from dflash.train.checkpoint import latest_checkpoint
 from dflash.train.loop import Outcome
 from dflash.train.memory_help import explained
 from dflash.train.prepare import Data, capture_features, prepare, prepare_data
-from dflash.train.resolve import ResolvedRun, resolve, settle_run
+from dflash.train.resolve import resolve, settle_run
+from dflash.train.resolved import ResolvedRun
 from dflash.train.resume import load_training, refuse_resume, rewind_record
 from dflash.train.settings import RunConfig
 from dflash.train.step import Engine, Replica, SerialEngine

@@ -32,6 +32,7 @@ __all__ = ["DeviceSampler", "MetricsWriter", "Run", "holds_run", "metrics_path",
 METRICS_NAME = "metrics.jsonl"
 SUPERSEDED_NAME = "superseded.jsonl"  # what resumes cut from the record (`resume`)
 CONFIG_NAME = "config.yaml"
+RESOLVED_NAME = "resolved.yaml"  # what the config came to (`train.resolved`)
 ENVIRONMENT_NAME = "environment.json"
 FAILURE_NAME = "failure.json"
 STACKS_NAME = "stacks.txt"

@@ -6,7 +6,7 @@ import torch
 
 from dflash.errors import DFlashError, worker_of
 from dflash.train.memory import GIB, DeviceMemory
-from dflash.train.resolve import ResolvedRun
+from dflash.train.resolved import ResolvedRun
 from dflash.train.settings import RunConfig
 from dflash.train.topology import Topology
 

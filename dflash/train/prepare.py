@@ -37,7 +37,7 @@ from dflash.target.random_weights import RandomHead
 from dflash.target.speed import preflight
 from dflash.target.spread import shard_target
 from dflash.train.plan import Planner
-from dflash.train.resolve import ResolvedRun
+from dflash.train.resolved import ResolvedRun
 
 Say = Callable[[str], None]
 _DRAWN_ON_CPU = 500_000_000  # weights; about five seconds

@@ -1,12 +1,11 @@
 """What a config comes to on this machine: settled once, before anything is loaded, and kept in `runs/<id>/resolved.yaml`.
 
-    resolved = resolve(config)      # an error for what cannot work here, with the setting to change
-    resolved.config                 # the settings with every choice made: no "auto", no None that stands for one
-    resolved.topology, resolved.target, resolved.drafter, resolved.memory
+    resolve(config)                 # an error for what cannot work here, with the setting to change
+    settle_run(run_path, config)    # the same for a run folder: read where it is there, else resolved and written
+    recall(run_path)                # what a run came to, for a look at it; nothing is refused or written
 
-The start of a run, its threads and ranks, a resume, a replay and the help for a full device read it; nothing after it
-decides a device, a dtype, a shape or a number of packs again. What only the text can say (the packs, the tokens of a draft
-vocabulary) is `prepare.Data`.
+Nothing after it decides a device, a dtype, a shape or a number of packs again. What only the text can say (the packs, the
+mask token where none was asked for, the tokens of a draft vocabulary) is `prepare.Data`.
 """
 
 from __future__ import annotations
@@ -14,15 +13,14 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
 from dflash.data import random_packs
-from dflash.devices import compute_dtype, dtype_named
+from dflash.devices import compute_dtype
 from dflash.drafter import fast_path, fp8_head
 from dflash.drafter.attention import default_backend, refuse_backend
 from dflash.drafter.config import DrafterConfig, create_drafter_config
@@ -33,116 +31,10 @@ from dflash.target.choices import choose_mask_token_id, default_layer_ids, valid
 from dflash.target.loading import declared_end_ids, load_config, load_tokenizer, resolve_source
 from dflash.target.random_weights import is_random
 from dflash.train.checkpoint import checkpoint_facts, checkpoints
-from dflash.train.memory import DeviceMemory, estimate, refuse_what_does_not_fit
+from dflash.train.memory import estimate, refuse_what_does_not_fit
+from dflash.train.resolved import ResolvedRun, TargetFacts, read_resolved
 from dflash.train.settings import RunConfig, TargetOptions
 from dflash.train.topology import CPU, Topology, available_gpus, decide, on_one
-
-RESOLVED_NAME = "resolved.yaml"
-
-
-@dataclass(frozen=True)
-class TargetFacts:
-    """The target's identity and sizes, from its config and tokenizer alone."""
-
-    name: str
-    family: str
-    layers: int
-    hidden_size: int
-    vocab_size: int
-    end_ids: tuple[int, ...]
-
-    @property
-    def random(self) -> bool:
-        return is_random(self.name)
-
-
-@dataclass(frozen=True)
-class ResolvedRun:
-    """A config and what it came to.
-
-    Args:
-        asked: digest of the settings as they were given. gpus: CUDA devices that there were. nodes: machines.
-        packs_asked: `packs_per_step` as it was given; `config` has at least one pack for each drafter.
-        config: the settled settings. `attention` names a backend, `fast_capture` is False where it cannot be;
-            `mask_token_id` is None where the text decides it, as `warm_start` is "auto" where the target's layers do.
-        drafter: the shape; with `start_from` that drafter's. `draft_vocab_size` is None where the text decides it.
-        fused: whether the drafter trains over the Triton kernels (`drafter.fast_path`).
-        memory: what each device will hold; empty where it was not estimated.
-        notes: what came out otherwise than asked, one sentence each.
-    """
-
-    asked: str
-    gpus: int
-    nodes: int
-    packs_asked: int
-    config: RunConfig
-    topology: Topology
-    target: TargetFacts
-    drafter: DrafterConfig
-    fused: bool
-    memory: Mapping[torch.device, DeviceMemory]
-    notes: tuple[str, ...] = ()
-
-    @property
-    def layer_ids(self) -> list[int]:
-        return list(self.config.target.target_layers)
-
-    @property
-    def target_dtype(self) -> torch.dtype:
-        return dtype_named(self.config.target.target_dtype)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """What the drafter computes in."""
-        return dtype_named(self.config.train.dtype)
-
-    def table(self) -> str:
-        """A line a device, how that came about, and the notes."""
-        return "\n".join([self.topology.table(self.memory), *self.notes])
-
-    def on_one(self, device: torch.device) -> ResolvedRun:
-        """The same run with target and drafter on one device, for a look at its steps elsewhere."""
-        options, fused = self.config.drafter, fast_path.fits(device, self.drafter.head_dim)
-        if device.type != self.topology.drafters[0].type:
-            options = replace(options, attention=default_backend(device))
-        config = replace(self.config, drafter=options)
-        return replace(self, config=config, topology=on_one(device), fused=fused, memory={})
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values that YAML can hold."""
-        return {
-            "asked": self.asked,
-            "gpus": self.gpus,
-            "nodes": self.nodes,
-            "packs_asked": self.packs_asked,
-            "devices": self.topology.to_dict(),
-            "target": {**asdict(self.target), "end_ids": list(self.target.end_ids)},
-            "drafter": self.drafter.to_dict(),
-            "fused": self.fused,
-            "memory": {str(device): {"have": m.have, "parts": m.parts} for device, m in self.memory.items()},
-            "notes": list(self.notes),
-            "settings": self.config.to_dict(),
-        }
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> ResolvedRun:
-        """Inverse of `to_dict`."""
-        return cls(
-            **{name: values[name] for name in ("asked", "gpus", "nodes", "packs_asked", "fused")},
-            config=RunConfig.from_dict(values["settings"]),
-            topology=Topology.from_dict(values["devices"]),
-            target=TargetFacts(**{**values["target"], "end_ids": tuple(values["target"]["end_ids"])}),
-            drafter=DrafterConfig.from_dict(values["drafter"]),
-            memory={torch.device(name): DeviceMemory(m["parts"], m["have"]) for name, m in values["memory"].items()},
-            notes=tuple(values["notes"]),
-        )
-
-    def save(self, run_path: str | os.PathLike[str]) -> None:
-        """Write `resolved.yaml`, whole or not at all."""
-        path = Path(run_path) / RESOLVED_NAME
-        beside = path.with_name(f".{path.name}.{os.getpid()}")
-        beside.write_text(yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True))
-        beside.replace(path)
 
 
 @dataclass(frozen=True)
@@ -190,14 +82,6 @@ def settle_run(run_path: str | os.PathLike[str], config: RunConfig, *, nodes: in
     resolved = resolve(config, before, nodes=nodes, ask_gpus=ask_gpus)
     resolved.save(run_path)
     return resolved
-
-
-def read_resolved(run_path: str | os.PathLike[str]) -> ResolvedRun | None:
-    """What `resolved.yaml` of a run folder says; None where there is none that this version can read."""
-    try:
-        return ResolvedRun.from_dict(yaml.safe_load((Path(run_path) / RESOLVED_NAME).read_text()))
-    except (OSError, yaml.YAMLError, KeyError, TypeError, ConfigError):
-        return None
 
 
 def recall(run_path: str | os.PathLike[str]) -> ResolvedRun:

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from dflash.runs.record import CONFIG_NAME, ENVIRONMENT_NAME, STACKS_NAME
+from dflash.runs.record import CONFIG_NAME, ENVIRONMENT_NAME, RESOLVED_NAME, STACKS_NAME
 from dflash.runs.tables import Table
 from dflash.views import style
 from dflash.views.dashboard.log_view import log_lines
@@ -21,7 +21,7 @@ from dflash.views.dashboard.panels import Panel, build_panels
 from dflash.views.dashboard.series import MAX_LOG_LINES, RunSeries
 from dflash.views.examples import examples_html, read_evaluation
 from dflash.views.report.notebook_part import Verdict, embedded, picture
-from dflash.views.report.story import bottleneck, findings, flatten, hardware, headline, status_of, what_ran
+from dflash.views.report.story import bottleneck, came_to, findings, flatten, hardware, headline, status_of, what_ran
 from dflash.views.templates import render
 
 WORDS = {"died": "killed", "empty": "no record"}  # statuses that a reader knows by another name
@@ -63,9 +63,10 @@ def page(material: Material) -> str:
         found["ended"] = _ended(material)
     if material.has_run:
         # a killed notebook's record may lack its end: the page says the same in every place
-        environment = _environment(series)
+        environment, facts = _environment(series), _resolved(series.path)
         found["story"] = [
-            ("What ran", what_ran(series.config)),
+            ("What ran", what_ran((facts or {}).get("settings") or series.config)),
+            *([("What it came to", came_to(facts))] if facts else []),
             ("On what", hardware(environment, series)),
             ("Result", headline(series, status)),
             ("Bottleneck", bottleneck(series)),
@@ -198,6 +199,14 @@ def _settings(series: RunSeries) -> list[list[tuple[str, Any]]]:
         **(environment.get("variables") or {}),
     }
     return [rows[:half], rows[half:], [(name, value) for name, value in facts.items() if value]]
+
+
+def _resolved(folder: Path) -> dict[str, Any] | None:
+    """What the run's settings came to; None for a run that did not write it."""
+    try:
+        return yaml.safe_load((folder / RESOLVED_NAME).read_text())
+    except (OSError, yaml.YAMLError):
+        return None
 
 
 def _environment(series: RunSeries) -> dict[str, Any]:

@@ -98,6 +98,22 @@ def what_ran(config: dict[str, Any]) -> str:
     return ", ".join(parts) + "." if parts else "The configuration does not say."
 
 
+def came_to(facts: dict[str, Any]) -> str:
+    """What the settings came to on that machine (`resolved.yaml`), as a sentence."""
+    settings, devices = facts["settings"], facts["devices"]
+    packs, train = settings["train"]["packs_per_step"], settings["train"]
+    target = settings["target"]
+    layers = ", ".join(map(str, target["target_layers"]))
+    parts = [
+        f"Drafters on {', '.join(devices['drafters'])}",
+        f"targets on {', '.join('+'.join(group) for group in devices['targets'])}",
+        f"{packs} {'pack' if packs == 1 else 'packs'} a step",
+        f"drafter in {train['dtype']} with {settings['drafter']['attention']} attention",
+        f"target in {target['target_dtype']}, layers {layers} captured",
+    ]
+    return "; ".join(parts) + "." + "".join(f" Note: {note}." for note in facts["notes"])
+
+
 def hardware(environment: dict[str, Any], series: RunSeries) -> str:
     """The devices that the run really used, as far as the record tells."""
     cuda = (environment.get("cuda") or {}).get("devices") or []
