@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 from collections.abc import Iterator
@@ -22,6 +23,29 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         interpreted = mark.kwargs.get("interpreter") and os.environ.get("TRITON_INTERPRET") == "1"
         if torch.cuda.device_count() < count and not interpreted:
             pytest.skip(f"needs {count} CUDA device{'s' * (count > 1)}")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def gguf_files_parsed_once() -> Iterator[None]:
+    """Reading the header of the packaged target takes seconds, and many tests ask for its config and its tokenizer."""
+    try:
+        import gguf
+    except ImportError:
+        yield
+        return
+    reader, parsed = gguf.GGUFReader, {}
+
+    def read(path, mode="r"):
+        file = os.stat(path)
+        key = (str(path), file.st_mtime_ns, file.st_size, mode)
+        if key not in parsed:
+            parsed[key] = reader(path, mode)
+        return parsed[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gguf, "GGUFReader", read)
+        patch.setattr(gguf, "get_tensor_name_map", functools.cache(gguf.get_tensor_name_map))
+        yield
 
 
 @pytest.fixture(scope="session")
