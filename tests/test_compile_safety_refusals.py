@@ -273,6 +273,7 @@ def test_the_boundary_with_the_anchor_rule_small_queries_and_changing_packs():
     assert counters["stats"]["unique_graphs"] == graphs
 
 
+@pytest.mark.slow
 def test_five_hundred_packs_compile_once():
     """Case 35 (TorchSpec#187, speculators#731): varied packing, static shapes, one graph."""
     attention, generator = boundary(), torch.Generator().manual_seed(1)

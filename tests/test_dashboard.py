@@ -324,6 +324,7 @@ def test_an_executed_notebook_keeps_final_plots_in_the_right_cell(tmp_path, monk
     assert "widgets" not in executed.metadata
 
 
+@pytest.mark.slow
 def test_ten_thousand_steps_leave_a_small_notebook_with_its_last_line(tmp_path, monkeypatch):
     """Case 52: the notebook stays below 5 MB, its last line is there, and the whole log is in a file."""
     monkeypatch.delenv("JPY_SESSION_NAME", raising=False)

@@ -154,7 +154,10 @@ def exact_distribution(target_logits, temperature):
     return torch.softmax(target_logits.double() / temperature, -1)
 
 
-@pytest.mark.parametrize("overlap", ["same", "other", "narrow"])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize("overlap", [pytest.param("same", marks=SLOW), "other", pytest.param("narrow", marks=SLOW)])
 def test_rejection_sampling_keeps_the_targets_distribution(overlap):
     """Two slots, drawn 40,000 times: the pair of written tokens follows the target's joint distribution."""
     generator = torch.Generator().manual_seed(0)

@@ -41,7 +41,9 @@ def page(**changes) -> dict:
     return {**base, **changes}
 
 
-@pytest.mark.parametrize("name", ["recompile_limit_goes_dense", "foreign_trace_breaks_modules"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("recompile_limit_goes_dense", marks=pytest.mark.slow), "foreign_trace_breaks_modules"]
+)
 def test_a_probe_shows_the_fault_and_the_cure(name):
     """Two of them, the faults that every torch shows; the rest runs in the doctor and in the version matrix."""
     off = run_probe(name, protect=False, backend="eager", device="cpu", limit=PATIENCE)

@@ -73,6 +73,7 @@ def test_04_launch(tmp_path):
     assert (tmp_path / "out.ipynb").stat().st_size < 1_000_000
 
 
+@pytest.mark.slow
 def test_a_false_claim_fails_the_notebook(tmp_path):
     with pytest.raises(PapermillExecutionError, match="no fault shown"):
         execute(

@@ -203,6 +203,7 @@ def test_a_question_asked_twice_is_answered_twice(tmp_path, saved_target):
     assert sorted(row["messages"][0]["content"] for row in rows_of(out)) == ["other", "same", "same"]
 
 
+@pytest.mark.slow
 def test_a_kill_at_any_moment_loses_and_doubles_nothing(tmp_path, saved_target):
     out, prompts = tmp_path / "out.jsonl", prompts_file(tmp_path, 40)
     command = [

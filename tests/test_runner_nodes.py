@@ -58,6 +58,7 @@ def wait(children: list[subprocess.Popen]) -> list[str]:
             child.kill()
 
 
+@pytest.mark.slow
 def test_two_nodes_give_the_serial_numbers(material, tmp_path):  # noqa: F811
     serial = write_config(material, tmp_path / "runs/serial", packs_per_step=4)
     assert main(["train", "--config", str(serial)]) == 0
@@ -77,6 +78,7 @@ def test_two_nodes_give_the_serial_numbers(material, tmp_path):  # noqa: F811
 
 
 @pytest.mark.parametrize("processes", [[2, 4], [4, 2]])
+@pytest.mark.slow
 def test_a_wrong_number_on_one_node_ends_both_with_the_right_one(material, tmp_path, processes):  # noqa: F811
     config = write_config(
         material, tmp_path / "runs/nodes", packs_per_step=4, gpus="cpu:1", target_gpus="cpu:1", launcher="torchrun"

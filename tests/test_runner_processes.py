@@ -30,7 +30,7 @@ def reference():
     return serial_run(job(), topology("cpu", "cpu"), 20)
 
 
-@pytest.mark.parametrize(("drafters", "targets"), [("cpu:2", "cpu:2"), ("cpu:2", None)])
+@pytest.mark.parametrize(("drafters", "targets"), [("cpu:2", "cpu:2"), pytest.param("cpu:2", None, marks=pytest.mark.slow)])
 def test_losses_and_weights_are_those_of_the_serial_reference(reference, drafters, targets):
     ran = run_torchrun(job(), topology(drafters, targets), 20)
     assert ran.code == 0, ran.output
@@ -39,6 +39,7 @@ def test_losses_and_weights_are_those_of_the_serial_reference(reference, drafter
     assert reference[0][-1] < reference[0][0]
 
 
+@pytest.mark.slow
 def test_shards_of_one_drafter_give_the_serial_numbers(reference):
     """4 packs over 3 drafters: two of them join the second pass with nothing."""
     ran = run_torchrun(job(), topology("cpu:3", None), 20, sharded=True)
@@ -55,12 +56,14 @@ def test_five_targets_and_three_drafters(reference):
     assert ran.result["losses"] == pytest.approx(reference[0], abs=1e-6)
 
 
+@pytest.mark.slow
 def test_a_run_that_ends_early_leaves_nobody_waiting(reference):
     ran = run_torchrun(job(), topology("cpu:2", "cpu:1"), 20, 4, stop_after=3)
     assert ran.code == 0, ran.output
     assert ran.result["losses"] == pytest.approx(reference[0][:3], abs=1e-6)
 
 
+@pytest.mark.slow
 def test_a_rank_that_raises_ends_all_of_them():
     ran = run_torchrun(job(), topology("cpu:2", "cpu:1"), 20, fail={"rank": 2, "item": 5})
     assert ran.code != 0 and ran.result is None

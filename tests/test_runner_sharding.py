@@ -84,6 +84,7 @@ def test_losses_evaluations_and_weights_are_the_serial_ones(sharded_run, serial_
             torch.testing.assert_close(whole["optimizer"]["adamw"]["state"][index][kind], of[kind], rtol=1e-3, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_as_many_ranks_go_on_bit_for_bit(sharded_run, tmp_path):
     again = go_on(sharded_run, tmp_path / "runs/again", 4)
     assert losses(again) == losses(sharded_run) and worst(final(again), final(sharded_run)) == 0
@@ -92,6 +93,7 @@ def test_as_many_ranks_go_on_bit_for_bit(sharded_run, tmp_path):
         assert all(torch.equal(mine["adamw"]["state"][index][kind], of[kind]) for kind in of)
 
 
+@pytest.mark.slow
 def test_threads_and_then_three_ranks_go_on_with_it(sharded_run, tmp_path):
     """Shards of two, then whole drafters, then shards of three, of a whole drafter's checkpoint and of shards of two."""
     threads = go_on(sharded_run, tmp_path / "runs/threads", 4, launcher="threads", drafter_parallel="replicate")
@@ -116,6 +118,7 @@ def alone():
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_one_rank_reads_what_two_wrote_and_refuses_another_drafter(sharded_run, alone, tmp_path):
     from dflash.distributed.sharding import ShardedReplica
     from dflash.drafter.storage import load_drafter

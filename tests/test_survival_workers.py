@@ -151,6 +151,7 @@ def test_ranks_of_a_killed_launcher_end_with_a_checkpoint(material, tmp_path):  
     assert end["status"] == "interrupted" and latest_checkpoint(run).name.endswith(f"{end['step']:08d}")
 
 
+@pytest.mark.slow
 def test_a_signal_while_ranks_start_ends_the_run_after_its_first_step(material, tmp_path):  # noqa: F811
     config = write_config(
         material, tmp_path / "runs/early", gpus="cpu:2", target_gpus="cpu:1", launcher="torchrun", steps=2000
@@ -164,6 +165,7 @@ def test_a_signal_while_ranks_start_ends_the_run_after_its_first_step(material, 
 
 
 @pytest.mark.parametrize(("number", "parallel"), [(signal.SIGTERM, "replicate"), (signal.SIGINT, "fsdp2")])
+@pytest.mark.slow
 def test_a_signal_to_every_process_of_a_job_is_one_wish(material, tmp_path, number, parallel):  # noqa: F811
     """As a container's stop or a batch system sends it; ranks get it from their torchrun once more."""
     config = write_config(

@@ -118,6 +118,7 @@ def test_torchrun_gives_the_serial_numbers(material, serial_run, tmp_path, capsy
     assert "target[0] drafter[0] drafter[1]" in shown and "conversations" in shown, "roles and data, as threads print them"
 
 
+@pytest.mark.slow
 def test_ranks_go_on_where_threads_stopped(material, tmp_path):
     """A checkpoint is the same whoever wrote it: 4 steps by threads and 4 by ranks are 8 serial ones."""
     fixed = dict(min_lr_ratio=1.0, eval_every=100)
@@ -147,7 +148,7 @@ def wait_for_steps(run: Path, count: int, child) -> None:
     assert child.poll() is None, child.stdout.read()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_signal_ends_the_run_with_a_checkpoint(material, tmp_path, number):
     config = write_config(material, tmp_path / "runs/long", gpus="cpu:2", target_gpus="cpu:1", steps=100000)
     child = start(config, tmp_path / "runs")
@@ -161,6 +162,7 @@ def test_a_signal_ends_the_run_with_a_checkpoint(material, tmp_path, number):
     assert latest_checkpoint(run).name.endswith(f"{end['step']:08d}")
 
 
+@pytest.mark.slow
 def test_a_stop_ends_all_ranks_with_a_checkpoint(material, tmp_path):
     config = write_config(material, tmp_path / "runs/long", gpus="cpu:2", launcher="torchrun", steps=100000)
     run, child = tmp_path / "runs/long", start(config, tmp_path / "runs")
