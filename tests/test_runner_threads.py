@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 import traceback
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,10 +14,11 @@ from runner_jobs import LENGTH, drive, drive_until_hang, first_replica, options,
 from dflash.distributed.handover import HandOver, schedule
 from dflash.distributed.monitor import Monitor
 from dflash.distributed.replicas import ReplicasDivergedError, copy_target, make_replicas
-from dflash.distributed.threads import PipelineEngine, SharedPlanner
+from dflash.distributed.threads import PipelineEngine
 from dflash.errors import worker_of
 from dflash.target.capture import Features
 from dflash.target.features import OnlineFeatures
+from dflash.train.plan import Planner
 
 CPU = torch.device("cpu")
 
@@ -31,7 +31,7 @@ def reference():
 def engine_of(drafters: int, targets: int, settings, wrap=lambda source, i: source, **keywords):
     target, replica = first_replica(settings)
     replicas = make_replicas(replica, [CPU] * drafters)
-    plans = SharedPlanner(planner(settings, replica.drafter))
+    plans = planner(settings, replica.drafter)
     own = [target, *(copy_target(target, CPU) for _ in range(targets - 1))]
     sources = [wrap(OnlineFeatures(t), i) for i, t in enumerate(own)]
     return PipelineEngine(replicas, sources, [CPU] * targets, plans, settings.steps, **keywords), plans
@@ -270,14 +270,14 @@ def test_planning_the_next_item_keeps_nobody_else_waiting():
     """A plan of a large pack takes milliseconds: neither the queue nor who asks for an earlier plan may wait for it."""
     asked, go_on = threading.Event(), threading.Event()
 
-    class Slow:
-        def step(self, step: int):
+    class Slow(Planner):
+        def _make(self, step: int):
             if step == 2:
                 asked.set()
                 assert go_on.wait(PATIENCE)
-            return SimpleNamespace(items=(SimpleNamespace(index=step - 1, pack=None),))
+            return super()._make(step)
 
-    plans = SharedPlanner(Slow())
+    plans = Slow(packs(), options(packs_per_step=1), 4, 8)
     first = plans.step(1)
     monitor = Monitor()
     queue = HandOver([CPU], 1, schedule(plans, 1, 2, 1), monitor)

@@ -112,8 +112,8 @@ def test_accumulated_gradient_is_that_of_one_big_batch(reduction):
             pack.loss_mask[None],
             pack.lengths,
             pack.position_ids[None],
-            True,
-            settings.gamma,
+            use_soft_labels=True,
+            gamma=settings.gamma,
             reduction=reduction,
             anchors=item.anchors,
         )

@@ -10,7 +10,7 @@ from torch import Tensor
 from dflash.bench.workload import StepShape, document_lengths, make_drafter
 from dflash.data import Pack
 from dflash.distributed.replicas import copy_target, make_replicas
-from dflash.distributed.threads import PipelineEngine, SharedPlanner
+from dflash.distributed.threads import PipelineEngine
 from dflash.drafter.masks import document_ids
 from dflash.runs.record import Run
 from dflash.target import fast_capture as fast_target
@@ -190,7 +190,7 @@ def make_engine(
         make_replicas(replica, topology.drafters),
         sources,
         [d[0] for d in topology.targets],
-        SharedPlanner(make_planner(case)),
+        make_planner(case),
         steps,
         queue_depth=depth,
         run=run,

@@ -116,33 +116,30 @@ def word(store: dist.Store, key: str, seconds: float) -> str:
 
     Raises: ConfigError with the reason of a rank that will not take part; RunError after `seconds`.
     """
-    end = time.monotonic() + seconds
-    while not store.check([key]):
-        if store.check(["refused"]):
-            raise ConfigError(store.get("refused").decode())
-        if time.monotonic() > end:
-            raise RunError(f"rank 0 did not start within {seconds:.0f} s; look at the output of its node")
-        time.sleep(_LOOK)
+    _wait(store, {key: 0}, "", seconds)
     return store.get(key).decode()
 
 
-def meet(store: dist.Store, rank: int, world: int, seconds: float) -> None:
-    """Wait until every rank is here. A collective would wait as long for one that has said why it will not come.
-
-    Raises: ConfigError with that rank's reason; RunError naming the ranks that are not here after `seconds`.
-    """
-    store.set(f"here/{rank}", "1")
+def _wait(store: dist.Store, keys: dict[str, int], of: str, seconds: float) -> None:
+    """Until all keys are there, which these ranks set. A collective would wait as long for one that has said why it will not
+    come."""
     end = time.monotonic() + seconds
-    while not store.check([f"here/{other}" for other in range(world)]):
+    while not store.check(list(keys)):
         if store.check(["refused"]):
             raise ConfigError(store.get("refused").decode())
         if time.monotonic() > end:
-            missing = [other for other in range(world) if not store.check([f"here/{other}"])]
-            raise RunError(
-                f"rank {', '.join(map(str, missing))} of {world} did not start within {seconds:.0f} s; look at "
-                "the output of its node"
-            )
+            missing = ", ".join(str(rank) for key, rank in keys.items() if not store.check([key]))
+            raise RunError(f"rank {missing}{of} did not start within {seconds:.0f} s; look at the output of its node")
         time.sleep(_LOOK)
+
+
+def meet(store: dist.Store, rank: int, world: int, seconds: float) -> None:
+    """Wait until every rank is here.
+
+    Raises: ConfigError with the reason of a rank that will not take part; RunError naming those not here after `seconds`.
+    """
+    store.set(f"here/{rank}", "1")
+    _wait(store, {f"here/{other}": other for other in range(world)}, f" of {world}", seconds)
 
 
 @contextmanager

@@ -16,7 +16,6 @@ from dflash.distributed.inbox import LocalInbox, Received
 from dflash.distributed.processes import ProcessEngine
 from dflash.distributed.schedule import Schedule, handshake, steps_ahead
 from dflash.distributed.sharding import ShardedEngine, ShardedReplica
-from dflash.distributed.threads import SharedPlanner
 from dflash.runs.record import MetricsWriter
 from dflash.target.features import FeatureSource
 from dflash.train.plan import Planner
@@ -37,7 +36,6 @@ def make_engine(
 ) -> ProcessEngine:
     """A drafter rank's engine. `source`: its own target, where every rank has one; None receives from target ranks."""
     ahead = steps_ahead(queue_depth, planner.packs_per_step, cluster.roles.replicas)
-    planner = SharedPlanner(planner)
     if source is None:
         handshake(cluster)
         inbox = Received(cluster, Schedule(planner, cluster, first_step, last_step), queue_depth)

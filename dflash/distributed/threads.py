@@ -38,31 +38,6 @@ if TYPE_CHECKING:
 _JOIN = 10.0  # seconds that a worker may take to leave
 
 
-class SharedPlanner:
-    """A planner that several threads may ask; the plans of the last steps are made once, one at a time. Who asks for a plan
-    that is there never waits for one that is being made."""
-
-    def __init__(self, planner: Planner, keep: int = 64):
-        self._planner, self._keep = planner, keep
-        self._making = threading.Lock()
-        self._plans: dict[int, StepPlan] = {}
-
-    def step(self, step: int) -> StepPlan:
-        plan = self._plans.get(step)
-        if plan is not None:
-            return plan
-        with self._making:
-            plan = self._plans.get(step)
-            if plan is None:
-                plan = self._plans[step] = self._planner.step(step)
-                while len(self._plans) > self._keep:
-                    del self._plans[min(self._plans)]
-            return plan
-
-    def __getattr__(self, name: str):
-        return getattr(self._planner, name)
-
-
 class PipelineEngine(Engine):
     """`Engine` over threads.
 
@@ -70,7 +45,7 @@ class PipelineEngine(Engine):
         replicas: one a drafter device, with equal weights; the first is evaluated and saved.
         sources: one a target worker; each gives the same features for the same pack.
         source_devices: where each worker's target runs.
-        planner: the run's; ask `engine.planner` for plans elsewhere, so that none is made twice.
+        planner: the run's.
         last_step: targets prepare no item past it.
         queue_depth: packs of features in flight to each drafter.
         run: where records go; None writes none.
@@ -93,7 +68,7 @@ class PipelineEngine(Engine):
             raise ConfigError(f"paired targets and drafters must be as many, got {len(sources)} and {len(replicas)}")
         self.replica, self.replicas, self.sources = replicas[0], list(replicas), list(sources)
         self.source_devices = [torch.device(d) for d in source_devices]
-        self.planner = planner if isinstance(planner, SharedPlanner) else SharedPlanner(planner)
+        self.planner = planner
         self.last_step, self.queue_depth, self.paired = last_step, queue_depth, paired
         self.held_out: FeatureSource = OnDevice(self.sources[0], self.source_devices[0])  # asked by the driving thread
         self.run = run

@@ -19,7 +19,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dflash.drafter.layouts import SPECULATORS_OFFSET, read_settings, speculators_config, zlab_config
+from dflash.drafter.layouts import SPECULATORS_OFFSET, settings_in_layout, speculators_config, zlab_config
 from dflash.drafter.model import DFlashDrafter
 from dflash.drafter.storage import (
     DRAFT_IDS,
@@ -28,9 +28,9 @@ from dflash.drafter.storage import (
     draft_vocabulary,
     drafter_settings,
     load_drafter,
+    read_settings,
     save_drafter,
 )
-from dflash.drafter.storage import read_settings as read_own_settings
 from dflash.errors import ConfigError
 
 FORMATS = ("zlab", "speculators", "dflash")
@@ -186,7 +186,7 @@ def read_layout(folder: str | Path) -> dict[str, Any]:
     path = Path(folder) / "config.json"
     if not path.is_file():
         raise ConfigError(f"{folder} has neither {SETTINGS} nor config.json; wanted a drafter folder")
-    layout, settings, limits = read_settings(json.loads(path.read_text()))
+    layout, settings, limits = settings_in_layout(json.loads(path.read_text()))
     return settings | {"layout": layout, "limits": limits}
 
 
@@ -233,7 +233,7 @@ def import_drafter(
 
 def drafter_layout(folder: str | Path) -> dict[str, Any]:
     """`drafter.json`'s content for a drafter folder of any known layout."""
-    return read_own_settings(folder) if (Path(folder) / SETTINGS).is_file() else read_layout(folder)
+    return read_settings(folder) if (Path(folder) / SETTINGS).is_file() else read_layout(folder)
 
 
 def open_drafter(folder: str | Path, target: Any, dtype: torch.dtype, **options: Any) -> DFlashDrafter:
@@ -245,5 +245,5 @@ def open_drafter(folder: str | Path, target: Any, dtype: torch.dtype, **options:
 def read_any(folder: str | Path, approximate: bool = False) -> tuple[DFlashDrafter, dict[str, Any]]:
     """A drafter without a target from a folder of any layout, and its settings."""
     if (Path(folder) / SETTINGS).is_file():
-        return load_drafter(folder), read_own_settings(folder)
+        return load_drafter(folder), read_settings(folder)
     return import_drafter(folder, approximate=approximate), read_layout(folder)

@@ -113,7 +113,7 @@ def speculators_config(
     }
 
 
-def read_settings(config: Mapping[str, Any]) -> tuple[str, dict[str, Any], list[str]]:
+def settings_in_layout(config: Mapping[str, Any]) -> tuple[str, dict[str, Any], list[str]]:
     """Layout name, `drafter.json`-like settings, and what this package's drafter cannot do as that config asks.
 
     Raises: ConfigError for a config of neither layout, or one that lacks something.

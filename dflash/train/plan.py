@@ -10,6 +10,7 @@ micro-batches and over replicas alike.
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -24,6 +25,8 @@ from dflash.errors import DataError
 if TYPE_CHECKING:
     from dflash.data import Pack
     from dflash.train.settings import TrainOptions
+
+_KEPT = 64  # plans; workers are a few steps apart
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,8 @@ class Planner:
         self.decay = decay_weights(block_size, train.gamma)
         self.draft_index = None if draft_index is None else draft_index.cpu()
         self._order: tuple[int, list[int]] = (-1, [])
+        self._making = threading.Lock()
+        self._plans: dict[int, StepPlan] = {}
         if not any(self._item(0, 0, pack).supervised_slots for pack in self.packs):
             raise DataError(
                 f"no pack has a supervised position with another supervised token within the next {block_size - 1}; "
@@ -101,7 +106,20 @@ class Planner:
             )
 
     def step(self, step: int) -> StepPlan:
-        """The plan of step `step` (1-based)."""
+        """The plan of step `step` (1-based). Several threads may ask: plans are made once, one at a time; who asks for one
+        that is there never waits for one that is being made."""
+        plan = self._plans.get(step)
+        if plan is not None:
+            return plan
+        with self._making:
+            plan = self._plans.get(step)
+            if plan is None:
+                plan = self._plans[step] = self._make(step)
+                while len(self._plans) > _KEPT:
+                    del self._plans[min(self._plans)]
+            return plan
+
+    def _make(self, step: int) -> StepPlan:
         first = (step - 1) * self.packs_per_step
         items = []
         for index in range(first, first + self.packs_per_step):

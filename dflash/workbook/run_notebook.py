@@ -37,7 +37,7 @@ from dflash.runs.record import MetricsWriter, holds_run, metrics_path, read_metr
 from dflash.views.dashboard.series import RunSeries
 from dflash.views.progress import TerminalProgress
 from dflash.views.report import build_report
-from dflash.views.report.notebook_part import Verdict, run_folder, verdict
+from dflash.views.report.notebook_part import Verdict, run_shown, verdict
 from dflash.workbook.parameters import accepted_parameters, check_parameters, declared_parameters, read_notebook
 
 OK, CELL_FAILED, REFUSED, INTERRUPTED, KILLED = 0, 1, 2, 130, 138
@@ -172,7 +172,7 @@ def _conclude(code: int, out: Path, seconds: float, static: bool, reason: str = 
     if code != OK:
         _mark(executed, outcome, code)
         nbformat.write(executed, out)
-        folder = run_folder(executed, out)
+        folder = run_shown(executed, out)
         if folder is not None:
             _close_record(folder, code)
     report = None

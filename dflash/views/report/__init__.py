@@ -26,7 +26,7 @@ def build_report(
 
     from dflash.runs.record import holds_run
     from dflash.views.dashboard.series import RunSeries
-    from dflash.views.report.notebook_part import cells_html, heading, repeat_commands, run_folder, verdict
+    from dflash.views.report.notebook_part import cells_html, heading, repeat_commands, run_shown, verdict
     from dflash.views.report.page import Material, page
 
     source = Path(source)
@@ -44,7 +44,7 @@ def build_report(
             raise RunError(f"{notebook_path} is not a notebook; give an executed notebook or a run folder") from error
         material.verdict = verdict(notebook)
         material.commands = repeat_commands(notebook, notebook_path)
-        folder = folder or run_folder(notebook, notebook_path)
+        folder = folder or run_shown(notebook, notebook_path)
         material.notebook_html = cells_html(notebook, static, shown=folder is not None)
     if folder is not None:
         if not holds_run(folder):

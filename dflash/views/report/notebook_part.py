@@ -63,7 +63,7 @@ def verdict(notebook: nbformat.NotebookNode) -> Verdict:
     return Verdict("ok")
 
 
-def run_folder(notebook: nbformat.NotebookNode, path: Path) -> Path | None:
+def run_shown(notebook: nbformat.NotebookNode, path: Path) -> Path | None:
     """The run that a notebook shows: named by its dashboard's output, or the folder that the notebook lies
     in.
     """
