@@ -102,6 +102,13 @@ def steps(path: Path) -> int:
     return len(kinds(path, "step"))
 
 
+def stop_button(book) -> float:
+    """How far below the top of its notebook's output the Stop button stands, in pixels."""
+    rule = """() => document.querySelector('.jupyter-button:last-child').getBoundingClientRect().top
+        - document.querySelector('.jp-OutputArea-output .jupyter-widgets').getBoundingClientRect().top"""
+    return book.page.evaluate(rule)
+
+
 def test_background_training_moves_pauses_resumes_reconnects_and_stops(folder, open_notebook):
     write_notebook(
         folder / "background.ipynb",
@@ -115,8 +122,9 @@ def test_background_training_moves_pauses_resumes_reconnects_and_stops(folder, o
     book.run_all()
     book.page.wait_for_selector(PLOT)
     wait_until(lambda: book.points() > 50, "the plot gets its first points")
-    before = book.points()
+    before, top = book.points(), stop_button(book)
     wait_until(lambda: book.points() > before + 50, "the plot grows while training runs")
+    assert abs(stop_button(book) - top) <= 5, "the buttons moved under the pointer"
     wait_until(lambda: book.sees("a later cell ran meanwhile"), "the cell had returned at once")
     width, place = book.page.evaluate(WIDTHS)
     assert abs(width - place) < 8, "the plot is as wide as its cell"
