@@ -375,3 +375,15 @@ def test_the_run_s_plots_stand_in_the_page_once(tmp_path):
     nbformat.write(executed(("dashboard.start()", 1, [drawn])), path / "report.ipynb")
     page = build_report(path, static=True).read_text()
     assert 'iVBORw0KGgo="' not in page and "The plots are above, under Curves." in page and "synthetic: completed" in page
+
+
+def test_a_notebook_at_work_is_not_called_killed_nor_its_finished_run(tmp_path):
+    path = write_run(tmp_path, steps=20)
+    notebook = executed(("a = 1", 1, []), ("decode()", None, []))
+    notebook.metadata["papermill"] = {"input_path": "n.ipynb", "start_time": "2026-01-01", "end_time": None}
+    nbformat.write(notebook, path / "report.ipynb")
+    page = build_report(path, static=True).read_text()
+    assert 'class="badge running"' in page and "Completed after 20 steps" in page and "out-of-memory" not in page
+    os.utime(path / "report.ipynb", (1e9, 1e9))  # nobody has saved it for long: papermill was killed, too
+    page = build_report(path, static=True).read_text()
+    assert 'class="badge died"' in page and "Completed after 20 steps" in page and "stops without an end" not in page

@@ -6,6 +6,7 @@ dflash report runs/<id>
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 from dflash.errors import RunError
@@ -28,6 +29,7 @@ def build_report(
     from dflash.views.dashboard.series import RunSeries
     from dflash.views.report.notebook_part import cells_html, heading, repeat_commands, run_shown, verdict
     from dflash.views.report.page import Material, page
+    from dflash.views.report.story import SILENT_AFTER
 
     source = Path(source)
     notebook_path = source / "report.ipynb" if source.is_dir() else source
@@ -42,7 +44,7 @@ def build_report(
             notebook = nbformat.read(notebook_path, as_version=4)
         except Exception as error:  # nbformat raises many kinds
             raise RunError(f"{notebook_path} is not a notebook; give an executed notebook or a run folder") from error
-        material.verdict = verdict(notebook)
+        material.verdict = verdict(notebook, fresh=time.time() - notebook_path.stat().st_mtime < SILENT_AFTER)
         material.commands = repeat_commands(notebook, notebook_path)
         folder = folder or run_shown(notebook, notebook_path)
         material.notebook_html = cells_html(notebook, static, shown=folder is not None)

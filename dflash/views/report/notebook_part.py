@@ -28,7 +28,7 @@ from dflash.views.templates import render
 
 @dataclass(frozen=True)
 class Verdict:
-    """How an executed notebook ended. `status`: ok, failed, killed, or not run."""
+    """How an executed notebook ended. `status`: ok, failed, killed, running, or not run."""
 
     status: str
     cell: int | None = None  # index of the cell that did not finish
@@ -45,8 +45,11 @@ class Verdict:
         return self.error.startswith("KeyboardInterrupt")
 
 
-def verdict(notebook: nbformat.NotebookNode) -> Verdict:
-    """What became of each code cell, first trouble first."""
+def verdict(notebook: nbformat.NotebookNode, fresh: bool = False) -> Verdict:
+    """What became of each code cell, first trouble first. `fresh`: the file was saved just now, so where papermill has not
+    noted an end, it is still at work."""
+    record = notebook.metadata.get("papermill") or {}
+    going_on = fresh and record.get("start_time") and not record.get("end_time")
     cells = [(i, c) for i, c in enumerate(notebook.cells) if c.cell_type == "code" and c.source.strip()]
     for index, cell in cells:
         for output in cell.get("outputs", []):
@@ -59,6 +62,8 @@ def verdict(notebook: nbformat.NotebookNode) -> Verdict:
         times = cell.metadata.get("execution") or {}
         unanswered = bool(times) and "shell.execute_reply" not in times
         if unanswered or cell.get("execution_count") is None:
+            if going_on:
+                return Verdict("running", index, cell.source)
             return Verdict("killed", index, cell.source, "the kernel ended while this cell ran")
     return Verdict("ok")
 

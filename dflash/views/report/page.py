@@ -51,7 +51,7 @@ class Material:
             return "interrupted"
         if ended in ("failed", "killed"):
             return "failed" if ended == "failed" else "died"
-        return "completed" if run == "empty" and ended == "ok" else run
+        return {"ok": "completed", "running": "running"}.get(ended, run) if run == "empty" or ended == "running" else run
 
 
 def page(material: Material) -> str:
@@ -64,14 +64,15 @@ def page(material: Material) -> str:
     if material.has_run:
         # a killed notebook's record may lack its end: the page says the same in every place
         environment, facts = _environment(series), _resolved(series.path)
+        ended = status if series.run_end is None else status_of(series)  # a notebook may fail after its run has ended
         found["story"] = [
             ("What ran", what_ran((facts or {}).get("settings") or series.config)),
             *([("What it came to", came_to(facts))] if facts else []),
             ("On what", hardware(environment, series)),
-            ("Result", headline(series, status)),
+            ("Result", headline(series, ended)),
             ("Bottleneck", bottleneck(series)),
         ]
-        found.update(cards=_cards(series), odd=findings(series, status), events=_events(series))
+        found.update(cards=_cards(series), odd=findings(series, ended), events=_events(series))
         found["plots"] = plots(build_panels(series, drop_empty=True), material.static)
         found["log"] = log_lines(series, tail=MAX_LOG_LINES)
         cut = len(found["log"]) == MAX_LOG_LINES
