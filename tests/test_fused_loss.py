@@ -123,7 +123,7 @@ def test_peak_at_full_size_is_below_the_bound():
     rows, vocab, chunk = 512 * 15, 248320, 1024  # 512 anchors of 16 slots
     everything = rows * vocab * 2  # one [rows, V] tensor in bfloat16: 3.8 GB
     assert peak_bytes(rows, vocab, chunk, 2, soft=True, fused=True) == 2 * chunk * vocab * 2 < everything / 3
-    assert peak_bytes(rows, vocab, chunk, 2, soft=True, fused=False) == chunk * vocab * 22 < 5.6e9
+    assert peak_bytes(rows, vocab, chunk, 2, soft=True, fused=False) == chunk * vocab * 16 < 4.1e9
     assert peak_bytes(100, vocab, chunk, 2, soft=False, fused=True) == 100 * vocab * 2  # no more rows than there are
 
 

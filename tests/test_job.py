@@ -50,7 +50,7 @@ def no_weights(monkeypatch):
     ("changes", "error", "message"),
     [
         ({"gpus": "97"}, ConfigError, r"97.*(this machine|there)"),
-        ({"drafter_layers": 31}, ConfigError, "the target has 30, fewer than drafter_layers = 31"),
+        ({"drafter_layers": 31, "warm_start": True}, ConfigError, "the target has 30, fewer than drafter_layers = 31"),
         ({"num_captured": 50}, ConfigError, "num_captured is 50, and the target has 30 layers; capture at most 30"),
         ({"mask_token_id": 2}, TargetError, "mask_token_id 2 is also the"),
         ({"mask_token_id": 49152}, TargetError, "outside the embedding, which has 49152 rows"),

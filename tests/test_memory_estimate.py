@@ -5,10 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 from tiny_models import random_drafter, tiny_target
+from torch.profiler import ProfilerActivity, profile
+from transformers import AutoModelForCausalLM, LlamaConfig
 
+from dflash.data import make_packs, random_conversations
 from dflash.drafter.config import create_drafter_config
+from dflash.drafter.model import DFlashDrafter
+from dflash.target.capture import Target
 from dflash.train.memory import GIB, MemoryEstimateError, count_parameters, estimate, refuse_what_does_not_fit
+from dflash.train.plan import Planner
 from dflash.train.settings import RunConfig
+from dflash.train.step import Replica
 from dflash.train.topology import decide
 
 
@@ -111,3 +118,95 @@ def test_counts_are_those_of_the_models():
     assert memory.parts["target"] == 4 * total  # three CPU workers share one copy
     assert memory.parts["optimizer"] == 2 * 8 * count and memory.parts["drafter"] == 2 * 12 * count
     assert memory.parts["queue"] == 2 * 3 * 64 * 2 * 32 * 4 and memory.fits
+
+
+def peak_of(call) -> int:
+    """Most bytes that the CPU's allocator handed out and had not back, while `call` ran, by torch's own profiler."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        call()
+    held = most = 0
+    for event in sorted(seen.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            most = max(most, held)
+    return most
+
+
+def bytes_of(tensors) -> int:
+    """Memory of tensors, each storage once."""
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values())
+
+
+@pytest.mark.parametrize("changes", [{}, {"soft_labels": True}, {"draft_vocab": 1000}, {"target_dtype": "float32"}], ids=str)
+def test_the_estimate_is_within_a_tenth_of_the_measured_peak(changes):
+    """Target and drafter on one device: tables that they share count once, and capture is over when a step begins."""
+    torch.manual_seed(0)
+    shape = LlamaConfig(
+        vocab_size=6144, hidden_size=128, intermediate_size=512, num_hidden_layers=12, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=64, tie_word_embeddings=True,
+    )  # fmt: skip
+    config = RunConfig.from_parameters(
+        **dict(gpus="cpu", target_layers=[1, 5], pack_length=256, max_anchors=64, warm_start=False, dtype="bfloat16")
+        | {"target_dtype": "bfloat16", **changes}
+    )
+    topology = decide(config.runtime, 0)
+    drafter_shape = create_drafter_config(shape, 2, draft_vocab_size=changes.get("draft_vocab"))
+    target = Target(AutoModelForCausalLM.from_config(shape, dtype=getattr(torch, config.target.target_dtype)), None, [1, 5])
+    conversations, _ = random_conversations(2, config.data.pack_length, shape.vocab_size)
+    pack = make_packs(conversations, config.data.pack_length, order="in_order")[0]
+    drafter = DFlashDrafter(drafter_shape, [1, 5], 8, config.drafter.max_anchors, shape.vocab_size - 1)
+    drafter.to(torch.bfloat16)
+    ids = torch.arange(1000) if "draft_vocab" in changes else None
+    drafter.load_target_head(target.embed_weight, target.head_weight, ids)
+    replica = Replica(drafter, config.train)
+    plan = Planner([pack], config.train, 8, config.drafter.max_anchors).step(1)
+    kept = {}
+
+    def step() -> None:
+        kept["features"] = target.capture(pack.input_ids[None], pack.lengths, None, config.train.soft_labels)
+        replica.accumulate(plan.items[0], kept["features"], plan.denominator)
+        replica.apply(1e-3, plan)
+
+    step()  # makes the optimizer's state
+    kept.clear()
+    state = [value for value in vars(replica.optimizer).values() if isinstance(value, list)]
+    state = [tensor for value in state for tensor in value if isinstance(tensor, torch.Tensor)]
+    moments = 8 * sum(weight.numel() for weight in drafter.parameters())
+    standing = bytes_of([*target.model.parameters(), *drafter.parameters(), *drafter.buffers(), *state]) + moments
+    measured = standing + peak_of(step)
+    estimated = estimate(config, drafter_shape, shape, topology)[torch.device("cpu")]
+    assert estimated.need == pytest.approx(measured, rel=0.1), estimated.parts
+
+
+GPU_SHAPES = {
+    "train-gpu": dict(
+        target="smollm2", data="random:8", num_captured=5, drafter_layers=4, max_anchors=512, pack_length=4096, gamma=4.0
+    ),
+    "27B-shape, 4 layers": dict(
+        target="random:qwen3.6-27b@4",
+        data="random:4",
+        target_layers=[0, 3],
+        pack_length=16384,
+        max_anchors=512,
+        block_size=16,
+        soft_labels=True,
+    ),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", GPU_SHAPES)
+def test_the_estimate_is_within_a_tenth_of_a_gpus_peak(tmp_path, shape):
+    """Tensors alone: the estimate's part for the CUDA context is no tensor."""
+    from dflash.launch.run import start_run, train_run
+    from dflash.train.resolve import resolve
+
+    options = dict(gpus="0", steps=4, eval_every=0, checkpoint_every=0, warm_start=False, features="online", held_out=0)
+    config = RunConfig.from_parameters(**options | GPU_SHAPES[shape])
+    memory = resolve(config).memory[torch.device("cuda:0")]
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(0)
+    train_run(start_run(config, tmp_path), config)
+    measured = torch.cuda.max_memory_allocated(0)
+    assert memory.need - memory.parts["cuda"] == pytest.approx(measured, rel=0.1), memory.parts

@@ -109,6 +109,7 @@ class _ChunkedHeadLoss(torch.autograd.Function):
             if grad is not None:
                 difference.mul_(scale[part, None])
                 grad[part] = difference.to(head.dtype) @ head
+            log_p = log_t = teacher = difference = None  # none of them lives on into the next chunk
         ctx.save_for_backward(grad)
         ctx.mark_non_differentiable(row_loss, prediction)
         return (row_loss * scale).sum(), row_loss, prediction
@@ -202,13 +203,12 @@ def chunked_head_loss(
 def peak_bytes(rows: int, vocab: int, chunk_rows: int, element_size: int, soft: bool, fused: bool) -> int:
     """Bytes of logits and what is made from them that live at once inside `chunked_head_loss`, the most there can be.
 
-    Fused: the chunk's logits and the teacher's. Plain: per row of the chunk the logits in their own dtype, two float32
-    copies of the draft's and, with a teacher, three of the teacher's.
+    Fused: the chunk's logits and the teacher's. Plain: two float32 tensors of the chunk's rows, with a teacher four.
     """
     chunk = min(rows, chunk_rows)
     if fused:
         return chunk * vocab * element_size * (2 if soft else 1)
-    return chunk * vocab * (element_size + 4 * (5 if soft else 2))
+    return chunk * vocab * 4 * (4 if soft else 2)
 
 
 def loss_scale(weights: Tensor, reduction: str, total: float | None = None) -> Tensor:

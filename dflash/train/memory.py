@@ -84,17 +84,15 @@ def estimate(
     target_dtype = compute_dtype(config.target.target_dtype, topology.targets[0][0])
     row = (captured + soft) * hidden  # features of one token that cross
     weights, _ = count_parameters(target_config)
+    capture = _capture_bytes(target_config, tokens, target_dtype.itemsize)
+    whole = {devices[0] for devices in topology.targets if len(devices) == 1}  # devices that hold a target as a whole
     on_cpu = 0
     for devices in topology.targets:
         for device in devices:
             copies = device.type != "cpu" or on_cpu == 0  # targets on the CPU share their weights
             on_cpu += device.type == "cpu"
             found[device].add("target", copies * weights * target_dtype.itemsize / len(devices))
-            found[device].add(
-                "capture",
-                _capture_bytes(target_config, tokens, target_dtype.itemsize)
-                + 2 * tokens * (captured + 1) * hidden * target_dtype.itemsize,
-            )  # each works on whole states
+            found[device].add("capture", capture + 2 * tokens * (captured + 1) * hidden * target_dtype.itemsize)
     for device in topology.drafters:
         dtype = compute_dtype(config.train.dtype, device)
         parameters, size = drafter_config.parameter_count(captured), dtype.itemsize
@@ -108,12 +106,15 @@ def estimate(
             here.add("drafter", parameters * (size + size + (0 if size == 4 else 4) + 4))  # weights, grads, masters, grads
         here.add("optimizer", 8 * parameters / shards)
         drafted = drafter_config.draft_vocab_size or drafter_config.vocab_size
-        here.add("target's head", (drafter_config.vocab_size + drafted) * hidden * size)
+        shared = device in whole and dtype == target_dtype  # then the drafter reads the target's own tables
+        tables = 0 if shared else drafter_config.vocab_size + drafted
+        here.add("target's head", (drafted if shared and drafter_config.draft_vocab_size else tables) * hidden * size)
         if config.drafter.head_precision == "fp8":
             here.add("float8 head", fp8_head_bytes(drafted, hidden))
         if not topology.serial:
             here.add("queue", config.runtime.queue_depth * tokens * row * target_dtype.itemsize)
-        here.add("activations", _step_bytes(config, drafter_config, captured, size, device.type == "cuda"))
+        step = _step_bytes(config, drafter_config, captured, size, device.type == "cuda")
+        here.add("activations", max(0, step - capture) if topology.serial else step)  # serial: one after the other
     for device, memory in found.items():
         if device.type == "cuda":
             memory.add("cuda", CUDA_CONTEXT)
@@ -182,9 +183,10 @@ def _step_bytes(config: RunConfig, drafter: DrafterConfig, captured: int, size: 
     and values for each context token.
     """
     slots, tokens = config.drafter.max_anchors * config.drafter.block_size, config.data.pack_length
+    rows = slots - config.drafter.max_anchors  # slot 0 of a block predicts nothing
     h = drafter.hidden_size
     q, kv = drafter.num_attention_heads * drafter.head_dim, drafter.num_key_value_heads * drafter.head_dim
     layer = slots * (4 * h + 3 * drafter.intermediate_size + 2 * q + 2 * kv) + tokens * 4 * kv
     chunk = CHUNK_ROWS if fused else DEFAULT_CHUNK_ROWS
-    head = peak_bytes(slots, drafter.draft_vocab_size or drafter.vocab_size, chunk, size, config.train.soft_labels, fused)
+    head = peak_bytes(rows, drafter.draft_vocab_size or drafter.vocab_size, chunk, size, config.train.soft_labels, fused)
     return size * (drafter.num_hidden_layers * layer + 2 * tokens * h + 4 * slots * h) + head
