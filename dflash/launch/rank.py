@@ -68,7 +68,7 @@ def train_rank(folder: str | Path, config: RunConfig, resume: bool = False) -> i
 
         # rank 0 decides when to stop; a terminal's Ctrl-C reaches everyone
         leads = cluster.rank == 0
-        with graceful(control if leads else _Ignore(), announce=False, insist=leads):
+        with graceful(control if leads else None, announce=False, insist=leads):
             try:
                 Course(run, resolved, control, Rank(run, cluster, whole), say).take(resume)
             except torch.OutOfMemoryError as error:
@@ -177,10 +177,3 @@ class Rank:
         if resolved.target.random:
             return random_head(resolved.target.name, self.cluster.device, resolved.target_dtype)
         return load_run_target(resolved, CPU, self_test=False)
-
-
-class _Ignore:
-    """What a stop asks of a rank that does not lead: nothing."""
-
-    def stop(self) -> None:
-        pass

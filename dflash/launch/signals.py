@@ -26,9 +26,9 @@ class Received:
 
 
 @contextmanager
-def graceful(control: Any, announce: bool = True, insist: bool = True) -> Iterator[Received]:
+def graceful(control: Any | None, announce: bool = True, insist: bool = True) -> Iterator[Received]:
     """Turn the first SIGINT or SIGTERM into `control.stop()`; a later one has its usual effect (KeyboardInterrupt), or
-    none without `insist`.
+    none without `insist`. With no `control`, as in a rank that does not lead, the first one has no effect either.
 
     Outside the main thread, where signals cannot be handled, this changes nothing.
     """
@@ -43,8 +43,8 @@ def graceful(control: Any, announce: bool = True, insist: bool = True) -> Iterat
                 raise KeyboardInterrupt
             return
         received.number, received.at = number, time.monotonic()
-        # not here: the main thread may hold the lock that stop() takes
-        threading.Thread(target=control.stop, name="stop-request", daemon=True).start()
+        if control is not None:  # not in this thread: it may hold the lock that stop() takes
+            threading.Thread(target=control.stop, name="stop-request", daemon=True).start()
         if announce:
             print("\nending after this step, with a checkpoint; once more ends it now", file=sys.stderr, flush=True)
 
