@@ -12,7 +12,7 @@ import torch
 from patience import PATIENCE
 from torch import Tensor
 
-from dflash.bench.pipeline_case import Case, make_planner, make_replica, make_target, weights_of
+from dflash.bench.pipeline_case import Case, make_planner, make_replica, make_target
 from dflash.compile_safety import protected
 from dflash.devices import on
 from dflash.distributed.cluster import workers
@@ -20,7 +20,7 @@ from dflash.launch.torchrun import child_environment, torchrun_command
 from dflash.target.capture import Features
 from dflash.target.features import OnlineFeatures
 from dflash.train.plan import StepPlan, WorkItem
-from dflash.train.step import SerialEngine
+from dflash.train.step import Replica, SerialEngine
 from dflash.train.topology import Topology
 
 _STALL = 400_000  # device cycles, about 0.2 ms: long enough for an unordered copy to show
@@ -96,6 +96,11 @@ class StampPlanner:
             for i in range(first, first + self.per_step)
         ]
         return StepPlan(step, tuple(items), 1.0)
+
+
+def weights_of(replica: Replica) -> Tensor:
+    """All float32 master weights in one row, on the CPU."""
+    return torch.cat([m.detach().flatten().cpu() for m in replica.optimizer.masters])
 
 
 def serial_run(case: Case, topology: Topology, steps: int) -> tuple[list[float], Tensor]:

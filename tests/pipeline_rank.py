@@ -13,8 +13,9 @@ from pathlib import Path
 
 import torch
 from patience import PATIENCE
+from pipeline_lab import weights_of
 
-from dflash.bench.pipeline_case import make_planner, make_replica, make_target, weights_of
+from dflash.bench.pipeline_case import make_planner, make_replica, make_target
 from dflash.compile_safety import protected
 from dflash.distributed.cluster import Cluster
 from dflash.distributed.feeding import TargetEngine

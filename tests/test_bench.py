@@ -10,6 +10,7 @@ import types
 
 import pytest
 import torch
+from tiny_models import TINY_STEP as TINY
 from torch.utils.flop_counter import FlopCounterMode
 
 from dflash.__main__ import main
@@ -20,20 +21,6 @@ from dflash.bench.timing import Timing, matmul_ceiling, measure, refuse_hours
 from dflash.bench.workload import StepShape, make_drafter, make_head, make_inputs, matmul_flops
 from dflash.drafter.head_plan import HeadPlan
 
-TINY = StepShape(
-    tokens=64,
-    anchors=8,
-    block=4,
-    captured=2,
-    document=24,
-    hidden=32,
-    layers=2,
-    heads=4,
-    kv_heads=2,
-    head_dim=16,
-    intermediate=48,
-    vocab=96,
-)
 CPU = torch.device("cpu")
 
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 
 import math
 import types
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from chat_tokenizer import chat_tokenizer, save_material
-from tiny_models import tiny_target
+from tiny_models import TINY_STEP, tiny_target
 
-from dflash.bench.workload import StepShape, make_drafter, make_head, make_inputs
+from dflash.bench.workload import make_drafter, make_head, make_inputs
 from dflash.distributed.replicas import copy_module
 from dflash.drafter import fp8_head
 from dflash.drafter.config import create_drafter_config
@@ -226,20 +227,7 @@ def test_count_of_corrected_columns():
 
 # -- in a drafter ------------------------------------------------------------------------------------------------------
 
-TINY = StepShape(
-    tokens=64,
-    anchors=8,
-    block=4,
-    captured=2,
-    document=24,
-    hidden=32,
-    layers=2,
-    heads=4,
-    kv_heads=2,
-    head_dim=16,
-    intermediate=48,
-    vocab=90,
-)
+TINY = replace(TINY_STEP, vocab=90)
 
 
 def drafter_with(precision, **options):

@@ -6,6 +6,7 @@ import types
 
 import torch
 
+from dflash.bench.workload import StepShape
 from dflash.drafter.config import DrafterConfig, create_drafter_config
 from dflash.drafter.model import DFlashDrafter
 from dflash.target.capture import Target
@@ -104,3 +105,19 @@ def slow_greedy(target: Target, prompt: list[int], count: int, stops=()) -> list
         if ids[-1] in stops:
             break
     return ids[len(prompt) :]
+
+
+TINY_STEP = StepShape(
+    tokens=64,
+    anchors=8,
+    block=4,
+    captured=2,
+    document=24,
+    hidden=32,
+    layers=2,
+    heads=4,
+    kv_heads=2,
+    head_dim=16,
+    intermediate=48,
+    vocab=96,
+)  # for the benches

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
 
 from dflash.bench.workload import StepShape, document_lengths, make_drafter
 from dflash.data import Pack
@@ -202,8 +201,3 @@ def target_flops(case: Case, target: Target) -> float:
     """Matrix-product FLOPs of one capture: two for each weight and token, attention scores and the embedding left out."""
     weights = sum(p.numel() for p in target.decoder.layers.parameters() if p.dim() > 1)
     return 2.0 * weights * case.shape.tokens
-
-
-def weights_of(replica: Replica) -> Tensor:
-    """All float32 master weights in one row, on the CPU."""
-    return torch.cat([m.detach().flatten().cpu() for m in replica.optimizer.masters])
