@@ -37,7 +37,7 @@ def test_advice_says_how_much_another_split_would_give():
     assert (
         "best of 8: 6 targets and 2 drafters, 46,800 tokens/s; 1.20 times the 39,000 of 5 + 3, which is bound by its targets"
     ) in text
-    assert text.count("\n") == 8
+    assert text.count("\n") == 9  # head, rule, seven splits, the sentence
     assert "6 + 2 is as good" in advice(8, Rates(7800, 36000), (6, 2))
 
 

@@ -1,4 +1,4 @@
-"""Numbers and paths of a bench's command line, refused with what was wanted before anything is measured."""
+"""Numbers and paths of a bench's command line, checked before anything is measured."""
 
 from __future__ import annotations
 

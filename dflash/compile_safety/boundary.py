@@ -32,7 +32,7 @@ class _RanUncompiled(Exception):
 
 
 def without_cuda_graphs(mode: str | None) -> str | None:
-    """The nearest `torch.compile` mode that records no CUDA graph; says so when that is another one.
+    """The nearest `torch.compile` mode that records no CUDA graph; warns when that is another mode.
 
     CUDA graph trees keep their state per thread, and a call from a second thread hits an assertion inside them
     (pytorch issue 123177). "reduce-overhead" is the default mode plus graphs; "max-autotune" has a graph-free twin.

@@ -39,7 +39,7 @@ class SealedRecompileError(CompileSafetyError):
 
 
 class DynamoDisabledError(CompileSafetyError):
-    """The compiler is switched off, or told to hide its errors, so the call would run uncompiled."""
+    """The compiler is switched off, or set to hide its errors, so the call would run uncompiled."""
 
 
 class UnsupportedDeviceError(CompileSafetyError):

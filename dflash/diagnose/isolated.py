@@ -20,7 +20,7 @@ TAIL = 4000
 
 @dataclass(frozen=True)
 class IsolatedResult:
-    """`value` is the child's JSON; None where it hung, crashed or said nothing."""
+    """`value` is the child's JSON; None where it hung, crashed or printed nothing."""
 
     value: dict | None
     hung: bool
@@ -31,7 +31,7 @@ class IsolatedResult:
 
     @property
     def death(self) -> str:
-        """What ended a child that said nothing, in one line."""
+        """What ended a child that printed no result, in one line."""
         if self.exit_code is not None and self.exit_code < 0:
             how = f"killed by {signal.Signals(-self.exit_code).name}"
         else:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from dflash.runs.tables import Table
+
 if TYPE_CHECKING:
     from dflash.runs.record import MetricsWriter
 
@@ -151,9 +153,8 @@ def splits(gpus: int, rates: Rates, gpus_per_target: int = 1) -> list[Split]:
 def advice(gpus: int, rates: Rates, current: tuple[int, int] | None = None, gpus_per_target: int = 1) -> str:
     """The table of all splits, and in one sentence which one is best and by how much."""
     ranked = splits(gpus, rates, gpus_per_target)
-    lines = [f"{'targets':>7} {'drafters':>8} {'tokens/s':>9}  bound by"]
-    lines += [
-        f"{s.targets:>7} {s.drafters:>8} {s.tokens_per_second:>9,.0f}  {s.bound_by}"
+    rows = [
+        {"targets": s.targets, "drafters": s.drafters, "tokens/s": f"{s.tokens_per_second:,.0f}", "bound by": s.bound_by}
         for s in sorted(ranked, key=lambda s: s.drafters)
     ]
     best = ranked[0]
@@ -166,4 +167,4 @@ def advice(gpus: int, rates: Rates, current: tuple[int, int] | None = None, gpus
         )
     elif now is not None:
         sentence += f"; {now.targets} + {now.drafters} is as good"
-    return "\n".join([*lines, sentence])
+    return f"{Table(rows)}\n{sentence}"

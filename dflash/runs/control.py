@@ -42,8 +42,7 @@ class Commands(NamedTuple):
 
 
 class RunControl:
-    """Both ends of the wire: the asking side (`pause`, `stop`, ...) and the training side (`at_step`,
-    `poll`).
+    """Both ends of the wire: the asking side (`pause`, `stop`, ...) and the training side (`at_step`, `poll`).
 
     Any thread may call any method. Requests that were made before this object existed are not acted on,
     except a pause, which lasts until it is lifted; so make the object before the first step.
@@ -69,7 +68,7 @@ class RunControl:
         self._paused = False
 
     def handled(self) -> dict[str, int]:
-        """How many requests of each kind were acted on, or came before this object; for an heir in another process."""
+        """How many requests of each kind are done with; another process that takes over starts from this."""
         return dict(self._done)
 
     def pause(self) -> None:
@@ -77,7 +76,7 @@ class RunControl:
         self._ask(paused=True)
 
     def resume(self) -> None:
-        """Go on after a pause."""
+        """Continue after a pause."""
         self._ask(paused=False)
 
     def request_checkpoint(self) -> None:
@@ -89,7 +88,7 @@ class RunControl:
         self._ask(count="evaluate")
 
     def stop(self) -> None:
-        """End the run in good order after the current step; a pause is lifted."""
+        """End the run after the current step, with a checkpoint, also during a pause."""
         self._ask(paused=False, count="stop")
 
     def ask(self, action: str) -> None:
@@ -106,9 +105,8 @@ class RunControl:
         methods[action]()
 
     def poll(self) -> Commands:
-        """The wishes of this moment, without waiting; cheap enough for every step (the file is looked at no
-        more
-        often than every `poll_interval` seconds)."""
+        """The requests of this moment, without waiting. Cheap enough for every step: it reads the file at most once in
+        `poll_interval` seconds."""
         with self._lock:
             now = time.monotonic()
             if now >= self._next_look:
@@ -124,8 +122,7 @@ class RunControl:
     def wait_if_paused(self, heartbeat: Callable[[], Any] = lambda: None) -> Commands:
         """Return at once when not paused; else wait until resumed, stopped, or asked for something to do.
 
-        `heartbeat` is called about every `poll_interval` seconds meanwhile: a watchdog must not take a pause
-        for a hang.
+        Calls `heartbeat` about every `poll_interval` seconds meanwhile: a watchdog must not take a pause for a hang.
         """
         commands = self.poll()
         if commands.paused and not self._paused:
@@ -179,7 +176,7 @@ class RunControl:
 
 
 def _read(path: Path, default: dict[str, Any] | None = None) -> dict[str, Any]:
-    """The file's wishes; `default` (or none at all) when it is absent or half-written by a foreign hand."""
+    """The requests in the file; `default` (or none) when the file is missing or broken."""
     state = {"paused": False, "checkpoint": 0, "evaluate": 0, "stop": 0}
     try:
         found = json.loads(path.read_text())

@@ -1,6 +1,4 @@
-"""What a run ran on: interpreter, packages, devices, source state. Written once a run, shown by the
-report.
-"""
+"""What a run ran on: interpreter, packages, devices, source state. Written once a run, shown by the report."""
 
 from __future__ import annotations
 

@@ -41,9 +41,7 @@ Sink = Callable[[dict[str, Any]], None]
 
 
 def plain(value: Any) -> Any:
-    """`value` as strict JSON can hold it: numpy and torch scalars and arrays unwrapped, non-finite floats as
-    None.
-    """
+    """`value` as strict JSON can hold it: numpy and torch scalars and arrays unwrapped, non-finite floats as None."""
     if value is None or isinstance(value, (bool, str)):
         return value
     if isinstance(value, int):
@@ -186,8 +184,7 @@ class Run:
     def create(
         cls, root: str | os.PathLike[str], config: Mapping[str, Any], run_id: str | None = None, sinks: Iterable[Sink] = ()
     ) -> Run:
-        """Make `root/run_id` (default: the time of day) and write its configuration, environment and first
-        record.
+        """Make `root/run_id` (default: the time of day) and write its configuration, environment and first record.
 
         A folder that only holds an executed notebook is fine; RunError if it already holds a run.
         """

@@ -1,4 +1,4 @@
-"""The same metrics in TensorBoard, for those who live there; metrics.jsonl stays the truth.
+"""The same metrics as TensorBoard events; `metrics.jsonl` remains the record.
 
 Live: `run.metrics.sinks.append(TensorBoardSink(run.path / "tensorboard"))`. Afterwards, for any run:
 `export_events(run.path)`. Needs the tensorboard package, which is no requirement of this project.

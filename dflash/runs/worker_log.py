@@ -36,9 +36,8 @@ class _Worker:
         self._partial = {"INFO": "", "ERROR": ""}
 
     def feed(self, text: str, level: str) -> None:
-        """Take printed text; a line is passed on when its newline arrives. A progress bar's rewrites of one
-        line
-        (carriage returns) count as that line's last state."""
+        """Take printed text; a line is passed on when its newline arrives. A progress bar's rewrites of one line (carriage
+        returns) count as that line's last state."""
         *lines, self._partial[level] = (self._partial[level] + text).split("\n")
         self._partial[level] = self._partial[level].rsplit("\r", 1)[-1][-_MAX_LINE:]
         for line in lines:
@@ -63,9 +62,7 @@ class _Worker:
 
 
 class _Router(io.TextIOBase):
-    """Stands in for sys.stdout or sys.stderr: workers' text to their record, everyone else's where it
-    went.
-    """
+    """Stands in for sys.stdout or sys.stderr: workers' text to their record, everyone else's where it went."""
 
     def __init__(self, stream: TextIO, level: str) -> None:
         self.stream, self.level = stream, level

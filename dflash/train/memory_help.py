@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from dflash.errors import DFlashError, worker_of
+from dflash.runs.tables import Table
 from dflash.train.memory import GIB, DeviceMemory
 from dflash.train.resolved import ResolvedRun
 from dflash.train.settings import RunConfig
@@ -70,8 +71,7 @@ def memory_table(device: torch.device, estimated: DeviceMemory | None) -> str:
         rows.append(("estimated in all", estimated.need))
         if estimated.have is not None and device.type != "cuda":
             rows.append(("total", estimated.have))
-    width = max((len(name) for name, _ in rows), default=0)
-    return "\n".join([f"memory of {device} (GiB)", *(f"  {name:{width}}  {count / GIB:10.3f}" for name, count in rows)])
+    return f"memory of {device} (GiB)\n{Table([(name, f'{count / GIB:.3f}') for name, count in rows])}"
 
 
 def knobs(config: RunConfig) -> str:

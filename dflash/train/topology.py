@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dflash.errors import ConfigError
+from dflash.runs.tables import Table
 
 if TYPE_CHECKING:
     from dflash.train.settings import RuntimeOptions
@@ -72,12 +73,12 @@ class Topology:
 
     def table(self, memory: Mapping[torch.device, Any] | None = None) -> str:
         """A line a device: its roles and, with an estimate of `memory.estimate`, what it will hold."""
-        lines = [f"{'device':8} {'roles':24} memory" if memory else f"{'device':8} roles"]
+        rows = []
         for device in self.devices:
             roles = [f"target[{i}]" for i, target in enumerate(self.targets) if device in target]
             roles += [f"drafter[{i}]" for i, drafter in enumerate(self.drafters) if device == drafter]
-            lines.append(f"{device!s:8} {' '.join(roles):24} {memory[device] if memory else ''}".rstrip())
-        return "\n".join([*lines, self.reason])
+            rows.append((device, " ".join(roles), *([memory[device]] if memory else [])))
+        return f"{Table(rows, ('device', 'roles', 'memory')[: len(rows[0])])}\n{self.reason}"
 
 
 def available_gpus() -> int:

@@ -1,5 +1,4 @@
-"""The static form: plotly JSON for a trusted notebook, a PNG for everything else, one line of text for a
-terminal.
+"""The static form: plotly JSON for a trusted notebook, a PNG for everything else, one line of text for a terminal.
 
 A notebook saved with this bundle shows its plots untrusted, on a code host and in the offline report; no
 browser is needed to make it (kaleido would want one).

@@ -1,6 +1,4 @@
-"""Panels as a PNG, drawn by matplotlib's Agg canvas: no browser, no display, no pyplot state (so, any
-thread).
-"""
+"""Panels as a PNG, drawn by matplotlib's Agg canvas: no browser, no display, no pyplot state (so, any thread)."""
 
 from __future__ import annotations
 
@@ -42,9 +40,7 @@ def png(panels: Sequence[Panel], columns: int = 2, dpi: int = 86, titles: bool =
 
 
 def _compact(pixels: np.ndarray) -> bytes:
-    """PNG without the unused alpha channel. (A palette would be smaller still, but puts bands in the heat
-    map.)
-    """
+    """PNG without the unused alpha channel. (A palette would be smaller still, but puts bands in the heat map.)"""
     from PIL import Image
 
     buffer = io.BytesIO()

@@ -30,8 +30,7 @@ LIVE = ("auto", "on", "off")
 
 
 class LiveDashboard:
-    """Plots of the run in `run_path`, following its metrics.jsonl. Use as a context manager or start and
-    stop.
+    """Plots of the run in `run_path`, following its metrics.jsonl. Use as a context manager or start and stop.
 
     `live`: "on" = widgets, "off" = static images with their interactive form, "auto" = widgets where a
     JupyterLab session is attached. `panels` names the plots (default all). `buttons` offers pause, resume,

@@ -1,4 +1,4 @@
-"""What each panel shows, said once. `plotly_form.py` and `image_form.py` draw the same `Panel`.
+"""What each panel shows. `plotly_form.py` and `image_form.py` draw the same `Panel`.
 
 A panel names its axes with units, and a panel without data says what it waits for, so that an empty plot is
 never mistaken for a broken one.
@@ -195,7 +195,7 @@ def timeline_panel(run: RunSeries, per_worker: int = 40, window: float = 120.0) 
 
 
 def _in_order(names: Iterable[str]) -> list[str]:
-    """Work by name, then what is neither work nor idle, then waiting, which is grey."""
+    """Work first, by name; then idling and waiting, which are grey."""
     return sorted(names, key=lambda name: (name in ("wait", "idle"), name))
 
 

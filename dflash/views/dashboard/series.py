@@ -25,8 +25,7 @@ SMOOTHING = 0.1  # weight of the newest value in the smoothed loss, bias-correct
 
 
 class Series:
-    """(x, y) points in at most `capacity` buckets of equal numbers of points; older and newer parts equally
-    dense.
+    """(x, y) points in at most `capacity` buckets of equal numbers of points; older and newer parts equally dense.
 
     When the buckets are full, neighbours are merged and each later bucket takes twice as many points.
     """
@@ -71,9 +70,7 @@ class Series:
         return x.copy(), y.copy()
 
     def envelope(self) -> tuple[np.ndarray, np.ndarray]:
-        """x and low, high of each bucket in turn, so that spikes survive thinning; the plain points before
-        that.
-        """
+        """x and low, high of each bucket in turn, so that spikes survive thinning; the plain points before that."""
         if self.stride == 1:
             return self.mean()
         data = self._data[: self._used]

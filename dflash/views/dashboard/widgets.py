@@ -31,7 +31,7 @@ BUTTONS = (
     ("resume", "Resume", "play", "go on"),
     ("checkpoint", "Checkpoint now", "save", "save at the next step boundary"),
     ("evaluate", "Evaluate now", "check", "measure held-out acceptance at the next step boundary"),
-    ("stop", "Stop", "stop", "end in good order after this step"),
+    ("stop", "Stop", "stop", "end after this step, with a checkpoint"),
 )
 ARRAYS = frozenset(("x", "y", "z", "base", "zmax"))
 ANSWERS = {"pause": "paused", "resume": "resumed", "stop": "stopping"}

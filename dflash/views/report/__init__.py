@@ -17,8 +17,7 @@ __all__ = ["build_report"]
 def build_report(
     source: str | Path, out: str | Path | None = None, run: str | Path | None = None, static: bool = False
 ) -> Path:
-    """Write the report of an executed notebook or of a run folder; returns its path (default: beside the
-    source).
+    """Write the report of an executed notebook or of a run folder; returns its path (default: beside the source).
 
     The run that a notebook shows is found by itself; `run` names it where that fails. `static` keeps only
     images (a tenth of the size). RunError when there is neither a notebook nor a run.

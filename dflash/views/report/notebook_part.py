@@ -69,9 +69,7 @@ def verdict(notebook: nbformat.NotebookNode, fresh: bool = False) -> Verdict:
 
 
 def run_shown(notebook: nbformat.NotebookNode, path: Path) -> Path | None:
-    """The run that a notebook shows: named by its dashboard's output, or the folder that the notebook lies
-    in.
-    """
+    """The run that a notebook shows: named by its dashboard's output, or the folder that the notebook lies in."""
     for cell in notebook.cells:
         for output in cell.get("outputs", []):
             named = (output.get("metadata") or {}).get("dflash", {}).get("run")

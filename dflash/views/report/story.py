@@ -25,9 +25,7 @@ SILENT_AFTER = 120.0  # a record without an end that is older than this belongs 
 
 @dataclass(frozen=True)
 class Finding:
-    """One remark. `level`: "note" (worth knowing), "odd" (look at it), "bad" (the run is not what it should
-    be).
-    """
+    """One remark. `level`: "note" (worth knowing), "odd" (look at it), "bad" (the run is not what it should be)."""
 
     level: str
     text: str
