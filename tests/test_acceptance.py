@@ -4,7 +4,7 @@ import types
 
 import pytest
 import torch
-from tiny_models import random_drafter, tiny_target
+from tiny_models import SECOND, random_drafter, tiny_target
 
 from dflash.evaluate.acceptance import (
     draft_hidden,
@@ -47,10 +47,14 @@ def agreeing_drafter(target, block_size, **options):
         drafter.fc.weight.copy_(torch.cat([torch.zeros(32, 32), torch.eye(32)], 1))
         for layer in drafter.layers:
             layer.self_attn.o_proj.weight *= 4
+            for part in (layer.attention_conv, layer.mlp_conv) if drafter.config.has_convolution else ():
+                part.reset_parameters()
+                part.base_kernel.add_(0.03 * torch.randn_like(part.base_kernel))
+                part.kernel_projection.weight.normal_(std=0.01)
     return drafter
 
 
-@pytest.mark.parametrize("options", [{}, {"sliding_window": (None, 5)}, {"draft_ids": list(range(0, 60, 2))}])
+@pytest.mark.parametrize("options", [{}, {"sliding_window": (None, 5)}, {"draft_ids": list(range(0, 60, 2))}, SECOND])
 def test_walk_equals_decoding(options):
     target = tiny_target()
     pack, texts, source = make_pack(target)
@@ -96,6 +100,20 @@ def test_batched_drafts_are_the_training_forward_and_the_decoders():
         logits = drafter.propose(context, int(ids[anchor]))
         torch.testing.assert_close(ours[row, 1:] @ drafter.lm_head.T, logits, atol=1e-4, rtol=1e-5)
         assert torch.equal(predict(drafter, ours[row, 1:]), logits.argmax(-1))
+
+
+def test_a_selectors_record_tells_which_part_works():
+    target = tiny_target()
+    pack, _, source = make_pack(target)
+    drafter = agreeing_drafter(target, 4, **SECOND)
+    record = evaluate_acceptance(drafter, source, [pack])
+    assert record["oracle_length"] > max(record["acceptance_length"], record["argmax_length"]) > 1
+    assert record["oracle_by_slot"] == sorted(record["oracle_by_slot"], reverse=True)
+    with torch.no_grad():
+        drafter.candidate_selector.successor_codebook.zero_()
+    plain = evaluate_acceptance(drafter, source, [pack])
+    assert plain["acceptance_length"] == plain["argmax_length"] == record["argmax_length"]
+    assert "oracle_length" not in evaluate_acceptance(agreeing_drafter(target, 4), source, [pack])
 
 
 def test_spans():

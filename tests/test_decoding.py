@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from tiny_models import VOCAB, ScriptedDrafter, random_drafter, slow_greedy, tiny_target
+from tiny_models import SECOND, VOCAB, ScriptedDrafter, random_drafter, slow_greedy, tiny_target
 
+from dflash.drafter.selector import Candidates
 from dflash.errors import ConfigError
 from dflash.evaluate.decoding import SampledRule, plain_generate, speculative_generate
 from dflash.target import session as target_session
@@ -36,11 +37,12 @@ def drafters(target, text):
         "wrong": ScriptedDrafter(target, lambda position: (whole[position] + 1) % VOCAB, BLOCK),
         "mixed": ScriptedDrafter(target, mixed, BLOCK),
         "random": random_drafter(target, BLOCK),
+        "second": random_drafter(target, BLOCK, **SECOND),
         "draft vocabulary": random_drafter(target, BLOCK, draft_ids=[7, 3, 50, 21, 33, 12, 44]),
     }
 
 
-@pytest.mark.parametrize("name", ["perfect", "wrong", "mixed", "random", "draft vocabulary"])
+@pytest.mark.parametrize("name", ["perfect", "wrong", "mixed", "random", "second", "draft vocabulary"])
 def test_greedy_text_does_not_depend_on_the_drafter(target, text, name):
     """Case 46: a cache crop that leaves rejected tokens in a recurrent state changes the text on hybrid targets."""
     result = speculative_generate(target, drafters(target, text)[name], PROMPT, 64, eos_token_ids=[])
@@ -188,6 +190,55 @@ def test_rejection_sampling_keeps_the_targets_distribution(overlap):
         own = torch.zeros(vocabulary, dtype=torch.float64)
         own[ids] = exact_distribution(proposal[0], temperature)
         assert float((own - first).abs().max()) > 0.1
+
+
+def test_the_selectors_walk_by_hand():
+    """Two slots of three candidates: the second slot's scores depend on what the first one took."""
+    unary, pairs = torch.tensor([[2.0, 1.9, 0.0], [1.0, 0.9, 0.5]]), torch.zeros(2, 9, 3)
+    pairs[0, 7] = torch.tensor([0.0, 0.3, 0.0])  # after the anchor 7 the second candidate wins
+    pairs[1, 4] = torch.tensor([0.0, 0.0, 0.9])  # after 4 the third does
+    found = walk_of(unary, pairs, torch.tensor([[3, 4, 5], [6, 7, 8]]), anchor=7)
+    assert found.best().tolist() == [4, 8]
+    pairs[0, 7] = 0
+    assert found.best().tolist() == [3, 6]
+
+
+def walk_of(unary, pairs, ids, anchor):
+    """Candidates with written-out pair scores [slot, token before, candidate]."""
+    found = object.__new__(Candidates)
+    found.ids, found.unary, found.anchor = ids, unary, anchor
+    found.scores = lambda slot, previous: unary[slot] + pairs[slot, int(previous)]
+    return found
+
+
+@pytest.mark.parametrize("top", [2, 6])
+def test_sampling_along_the_walk_keeps_the_targets_distribution(top):
+    """As above for candidates of which a slot has two, or the whole vocabulary; 30,000 draws of two slots."""
+    generator = torch.Generator().manual_seed(1)
+    vocabulary, temperature, draws = 6, 0.7, 30_000
+    after = torch.randn(1 + vocabulary, vocabulary, generator=generator) * 1.5
+    ids = torch.stack([torch.randperm(vocabulary, generator=generator)[:top] for _ in range(2)])
+    found = walk_of(torch.randn(2, top, generator=generator), torch.randn(2, vocabulary, top, generator=generator), ids, 3)
+
+    class Stub:
+        class config:
+            vocab_size = vocabulary
+
+    rule, counts, drafted = SampledRule(temperature, generator), torch.zeros(vocabulary, vocabulary), torch.zeros(vocabulary)
+    for _ in range(draws):
+        drafts = rule.draft(Stub, found)
+        drafted[drafts[0]] += 1
+        logits = torch.stack([after[0], after[1 + drafts[0]], after[0]])
+        kept, extra = rule.verify(drafts, logits)
+        written = [*drafts[:kept], extra]
+        if len(written) == 1:
+            written.append(rule.choose(after[1 + extra]))
+        counts[written[0], written[1]] += 1
+    first = exact_distribution(after[0], temperature)
+    joint = first[:, None] * exact_distribution(after[1:], temperature)
+    error = (counts / draws - joint).abs()
+    assert bool((error < 4.5 * (joint / draws).sqrt() + 1e-4).all())
+    assert float((drafted / draws - first).abs().max()) > 0.1  # the drafts alone are far from it
 
 
 def test_sampling_repeats_with_its_seed(target):

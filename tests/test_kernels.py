@@ -8,6 +8,7 @@ The variable has to be set before Triton is imported (and, with Triton 3.6, nump
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 
 import pytest
 import torch
@@ -122,9 +123,35 @@ def test_smaller_tiles_where_shared_memory_is_small(device, monkeypatch):
     assert set(keys) == {kernel.CONFIG["dkv"][0]}  # fixed by the ranges
 
 
-@pytest.mark.parametrize("joint", [False, True])
-@pytest.mark.parametrize("soft", [True, False])
-def test_fast_path_is_the_plain_path(device, soft, joint, monkeypatch):
+@pytest.mark.parametrize("taps", [1, 2, 3])
+@pytest.mark.parametrize("width, size", [(48, 16), (60, 12)])  # 12: groups that fill no power of two
+def test_local_convolution(device, taps, width, size):
+    from dflash.drafter.convolution import local_convolution
+    from dflash.drafter.kernels.convolution import convolve, convolve_backward
+
+    torch.manual_seed(taps)
+    rows, block, groups = 3 * 4, 4, width // size
+    z, dout = torch.randn(2, rows, width, device=device).unbind()
+    base, both = torch.randn(taps, width, device=device), torch.randn(rows, 2 * taps * groups, device=device)
+    delta = both[:, taps * groups :]  # a view with the row stride of both sides
+    exact = [x.double().requires_grad_() for x in (z, base, delta)]
+    wanted = local_convolution(*exact[:2], exact[2].view(rows, taps, groups), block)
+    torch.testing.assert_close(convolve(z, base, delta, block).double(), wanted.detach(), rtol=1e-5, atol=1e-5)
+    ddelta = torch.full_like(both, float("nan"))[:, taps * groups :]
+    got = *convolve_backward(z, base, delta, dout, ddelta, block), ddelta
+    for ours, theirs in zip(got, torch.autograd.grad(wanted, exact, dout.double()), strict=True):
+        assert relative(ours, theirs) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "soft, joint, kind",
+    [
+        *((soft, joint, "dflash") for soft in (True, False) for joint in (True, False)),
+        *((True, False, kind) for kind in ("dflash2", "convolution", "selector")),
+        (False, True, "dflash2"),
+    ],
+)
+def test_fast_path_is_the_plain_path(device, soft, joint, kind, monkeypatch):
     from dflash.drafter.kernels import blocks
 
     monkeypatch.setattr(blocks, "JOINT_QKV", joint)
@@ -132,7 +159,7 @@ def test_fast_path_is_the_plain_path(device, soft, joint, monkeypatch):
     for fast in (False, True):
         torch.manual_seed(0)
         drafter = make_drafter(
-            TINY,
+            replace(TINY, kind=kind),
             make_head(TINY, device, torch.float32),
             device,
             torch.float32,

@@ -3,18 +3,18 @@
 import pytest
 import torch
 from test_acceptance import agreeing_drafter, make_pack
-from tiny_models import tiny_target
+from tiny_models import SECOND, tiny_target
 
 from dflash.evaluate import decoding
 from dflash.evaluate.parity import parity_check
 from dflash.target import session as target_session
 
 
-@pytest.mark.parametrize("kind", ["dense", "hybrid"])
-def test_training_and_decoding_agree(kind):
+@pytest.mark.parametrize("kind, options", [("dense", {}), ("hybrid", {}), ("dense", SECOND)])
+def test_training_and_decoding_agree(kind, options):
     target = tiny_target(kind)
     pack, texts, source = make_pack(target)
-    parity = parity_check(target, agreeing_drafter(target, 4), source, [pack])
+    parity = parity_check(target, agreeing_drafter(target, 4, **options), source, [pack])
     assert parity.agrees and parity.largest_gap == 0 and parity.difference is None
     assert parity.accuracy_training == parity.accuracy_decoding and len(parity.accuracy_training) == 3
     assert parity.acceptance_training == parity.acceptance_decoding

@@ -12,6 +12,7 @@ from dflash.drafter.model import DFlashDrafter
 from dflash.target.capture import Target
 
 VOCAB = 61
+SECOND = {"drafter_kind": "dflash2", "conv_group_size": 8, "selector_rank": 6, "selector_top_k": 5}
 
 
 def tiny_target(
@@ -70,6 +71,10 @@ def random_drafter(target: Target, block_size: int = 5, draft_ids=None, seed: in
     )
     drafter = DFlashDrafter(config, target.layer_ids, block_size, 8, config.vocab_size - 1)
     drafter.load_target_head(target.embed_weight, target.head_weight, None if draft_ids is None else torch.tensor(draft_ids))
+    with torch.no_grad():
+        for name, parameter in drafter.named_parameters():
+            if "conv" in name or "selector" in name:  # away from the identity that they start as
+                parameter.add_(0.1 * torch.randn_like(parameter))
     return drafter
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 BENCHES = {
     "step": "dflash.bench.step",
+    "kinds": "dflash.bench.kinds",
     "attention": "dflash.bench.attention",
     "target": "dflash.bench.target",
     "pipeline": "dflash.bench.pipeline",

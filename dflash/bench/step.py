@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import torch
 
 from dflash.bench.arguments import add_json_argument, add_timing_arguments, share, whole
 from dflash.bench.timing import environment, free_memory, matmul_ceiling, measure, refuse_hours, timing_fields, write_json
-from dflash.bench.workload import StepInputs, StepShape, make_drafter, make_head, make_inputs, matmul_flops
+from dflash.bench.workload import KINDS, StepInputs, StepShape, make_drafter, make_head, make_inputs, matmul_flops
 from dflash.devices import device_named, dtype_named
 from dflash.drafter import fast_path, kernels
 from dflash.drafter.fp8_head import PRECISIONS, refuse
@@ -86,9 +86,10 @@ def run(args: argparse.Namespace) -> int:
     results = []
     common = (device, ceiling, args.warmup, args.repeats)
 
-    def ours(name: str, **options) -> None:
+    def ours(name: str, kind: str, **options) -> None:
+        name += f" {kind}" * (kind != "dflash")
         drafter = make_drafter(
-            shape,
+            replace(shape, kind=kind),
             head,
             device,
             dtype,
@@ -101,15 +102,16 @@ def run(args: argparse.Namespace) -> int:
         name += " fp8 head" * (args.head_precision == "fp8")
         results.append(report(name, shape, soft, step_call(drafter, inputs, soft, optimizer), *common))
 
-    if args.path in ("plain", "both"):
-        ours("plain", fast_path=False)
-        free_memory(device)
-    if args.path in ("fast", "both") or args.path == "auto":
-        probe = make_drafter(shape, head, device, dtype) if args.path == "auto" else None
-        chosen = probe is None or fast_path.applies(probe)
-        del probe
-        ours("fast" if chosen else "plain", fast_path=chosen)
-        free_memory(device)
+    for kind in args.kinds:
+        if args.path in ("plain", "both"):
+            ours("plain", kind, fast_path=False)
+            free_memory(device)
+        if args.path in ("fast", "both") or args.path == "auto":
+            probe = make_drafter(shape, head, device, dtype) if args.path == "auto" else None
+            chosen = probe is None or fast_path.applies(probe)
+            del probe
+            ours("fast" if chosen else "plain", kind, fast_path=chosen)
+            free_memory(device)
     if args.peer:
         from dflash.bench.peer import peer_call
 
@@ -158,13 +160,15 @@ def print_table(results: list[dict], ceiling: float) -> None:
 def add_shape_arguments(parser: argparse.ArgumentParser) -> None:
     """One option per field of `StepShape`."""
     for field in fields(StepShape):
+        if field.name == "kind":
+            continue
         kind = share if isinstance(field.default, float) else whole()
         parser.add_argument(f"--{field.name.replace('_', '-')}", type=kind, default=field.default)
 
 
 def shape_asked(args: argparse.Namespace) -> StepShape:
     """The shape of `add_shape_arguments`' options. Raises ConfigError where no drafter has it."""
-    shape = StepShape(**{f.name: getattr(args, f.name) for f in fields(StepShape)})
+    shape = StepShape(**{f.name: getattr(args, f.name) for f in fields(StepShape) if f.name != "kind"})
     _ = shape.config  # refuses sizes that do not fit together
     return shape
 
@@ -172,6 +176,7 @@ def shape_asked(args: argparse.Namespace) -> StepShape:
 def add_parser(subparsers: argparse._SubParsersAction) -> None:
     parser = subparsers.add_parser("step", help="the drafter's training step")
     add_shape_arguments(parser)
+    parser.add_argument("--kinds", nargs="+", default=["dflash"], choices=tuple(KINDS), help="drafters, one after the other")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--labels", default="soft", choices=["soft", "hard"])

@@ -11,6 +11,13 @@ from dflash.drafter.config import DrafterConfig, create_drafter_config
 from dflash.drafter.masks import AnchorSet, document_ids, sample_anchors
 from dflash.drafter.model import DFlashDrafter
 
+KINDS: dict[str, dict] = {
+    "dflash": {},
+    "dflash2": {"drafter_kind": "dflash2"},
+    "convolution": {"drafter_kind": "dflash2", "selector_top_k": 0},
+    "selector": {"drafter_kind": "dflash2", "conv_kernel_size": 0},
+}
+
 
 @dataclass(frozen=True)
 class StepShape:
@@ -29,6 +36,7 @@ class StepShape:
     head_dim: int = 128
     intermediate: int = 17408
     vocab: int = 248320
+    kind: str = "dflash"  # or "dflash2", or one of its parts: "convolution", "selector"
 
     @property
     def config(self) -> DrafterConfig:
@@ -40,6 +48,7 @@ class StepShape:
             head_dim=self.head_dim,
             intermediate_size=self.intermediate,
             vocab_size=self.vocab,
+            **KINDS[self.kind],
         )
 
 

@@ -13,6 +13,17 @@ from typing import Any
 
 from dflash.errors import ConfigError, refuse_unknown
 
+DRAFTER_KINDS = ("dflash", "dflash2")
+CODEBOOKS = ("full", "low_rank")
+SECOND_KIND = (
+    "drafter_kind",
+    "conv_kernel_size",
+    "conv_group_size",
+    "selector_rank",
+    "selector_top_k",
+    "selector_codebooks",
+)  # fields of `DrafterConfig` that say which parts of DFlash 2 a drafter has
+
 
 @dataclass(frozen=True)
 class DrafterConfig:
@@ -39,6 +50,49 @@ class DrafterConfig:
     sliding_window: tuple[int | None, ...] | None = None
     initializer_range: float = 0.02
     rope_scaling: dict[str, Any] | None = field(default=None, hash=False)  # kept for exports; only "default" runs
+    drafter_kind: str = "dflash"  # "dflash2": with the parts below
+    conv_kernel_size: int = 2  # taps of the local convolution; 0: none
+    conv_group_size: int = 16  # channels that share dynamic coefficients
+    selector_rank: int = 256  # of the candidate selector
+    selector_top_k: int = 16  # candidates of a slot; 0: no selector
+    selector_codebooks: str = "full"  # a row for each token, or "low_rank": a projection of the token's embedding
+
+    @property
+    def has_convolution(self) -> bool:
+        return self.drafter_kind == "dflash2" and self.conv_kernel_size > 0
+
+    @property
+    def has_selector(self) -> bool:
+        return self.drafter_kind == "dflash2" and self.selector_top_k > 0
+
+    def _refuse_second_kind(self) -> None:
+        """Raises ConfigError where the parts of DFlash 2 do not fit the stack."""
+        for name, known in (("drafter_kind", DRAFTER_KINDS), ("selector_codebooks", CODEBOOKS)):
+            if getattr(self, name) not in known:
+                raise ConfigError(f"{name} must be {' or '.join(known)}, got {getattr(self, name)!r}")
+        lowest = {"conv_kernel_size": 0, "conv_group_size": 1, "selector_rank": 1, "selector_top_k": 0}
+        for name, least in lowest.items():
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ConfigError(f"{name} must be a whole number of at least {least}, got {value!r}")
+        if self.drafter_kind == "dflash":
+            return
+        if not (self.has_convolution or self.has_selector):
+            raise ConfigError(
+                "drafter_kind is dflash2 with conv_kernel_size 0 and selector_top_k 0, which is plain DFlash; switch a part "
+                "on, or use drafter_kind=dflash"
+            )
+        if self.has_convolution and self.hidden_size % self.conv_group_size:
+            raise ConfigError(
+                f"conv_group_size {self.conv_group_size} does not divide the hidden size {self.hidden_size}; use a divisor "
+                "such as 16 or 8"
+            )
+        vocabulary = self.draft_vocab_size or self.vocab_size
+        if self.has_selector and self.selector_top_k > vocabulary:
+            raise ConfigError(
+                f"selector_top_k {self.selector_top_k} is more than the {vocabulary} tokens that the drafter may propose; "
+                f"use at most {vocabulary}"
+            )
 
     def __post_init__(self) -> None:
         for name in (
@@ -77,6 +131,7 @@ class DrafterConfig:
                 f"rope scaling {kind!r} is not supported in the drafter; pass rope_scaling=None to train with plain "
                 "rotary embeddings"
             )
+        self._refuse_second_kind()
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for a config file."""
@@ -92,12 +147,43 @@ class DrafterConfig:
         refuse_unknown(values, [f.name for f in dataclasses.fields(cls)], "drafter setting")
         return cls(**values)
 
+    def extended(self, sliding_window: tuple[int | None, ...] | None, **second_kind: Any) -> DrafterConfig:
+        """This shape with the parts of DFlash 2 that are asked for: those that it lacks are added.
+
+        Raises: ConfigError where that would drop a part, or change one that is trained (`selector_top_k` may change).
+        """
+        asked = dataclasses.replace(self, **second_kind)
+        if sliding_window not in (None, self.sliding_window):
+            raise ConfigError(f"sliding_window asks for {sliding_window}, this drafter was made with {self.sliding_window}")
+        for part, fixed in (
+            ("convolution", ("conv_kernel_size", "conv_group_size")),
+            ("selector", ("selector_rank", "selector_codebooks")),
+        ):
+            if not getattr(self, f"has_{part}"):
+                continue
+            known = [f"{name}={getattr(self, name)}" for name in ("drafter_kind", *fixed)]
+            if not getattr(asked, f"has_{part}") or any(getattr(self, n) != getattr(asked, n) for n in fixed):
+                raise ConfigError(
+                    f"this drafter is of the other kind than asked for: it has a {part}, made with {', '.join(known)}; pass "
+                    "these"
+                )
+        return asked
+
     def parameter_count(self, num_captured_layers: int) -> int:
         """Trainable parameters, the shared embedding and head not counted."""
         h, d = self.hidden_size, self.head_dim
         attention = h * d * (2 * self.num_attention_heads + 2 * self.num_key_value_heads) + 2 * d
         layer = attention + 3 * h * self.intermediate_size + 2 * h
-        return self.num_hidden_layers * layer + num_captured_layers * h * h + 2 * h
+        if self.has_convolution:
+            layer += 2 * 2 * self.conv_kernel_size * h * (1 + h // self.conv_group_size)
+        return self.num_hidden_layers * layer + num_captured_layers * h * h + 2 * h + self.selector_parameters()
+
+    def selector_parameters(self) -> int:
+        """Trainable parameters of the candidate selector."""
+        if not self.has_selector:
+            return 0
+        rows = self.vocab_size if self.selector_codebooks == "full" else self.hidden_size
+        return self.selector_rank * (self.hidden_size + 2 * rows)
 
 
 def text_config(config: Any) -> Any:

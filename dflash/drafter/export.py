@@ -10,7 +10,9 @@ speculators stores the head rows and the `t2d` / `d2t` maps beside them. See `la
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,7 @@ from dflash.drafter.storage import (
     load_drafter,
     read_settings,
     save_drafter,
+    with_parts,
 )
 from dflash.errors import ConfigError
 
@@ -66,9 +69,13 @@ def export_drafter(
     if layout == "dflash":
         save_drafter(drafter, out, target_name)
         return []
-    settings = drafter_settings(drafter, target_name)
     _refuse_unreadable(drafter, num_target_layers)
+    second = drafter.config.drafter_kind == "dflash2"
+    drafter = _both_parts(drafter) if second else drafter
+    settings = drafter_settings(drafter, target_name)
     tensors = {name: value.detach().cpu().contiguous() for name, value in drafter.state_dict().items()}
+    if second:
+        _write_codebooks_out(drafter, settings, tensors)
     dtype = str(drafter.fc.weight.dtype).removeprefix("torch.")
     verifier = verifier or str(target_name)
     ids, remarks = draft_vocabulary(drafter), []
@@ -76,23 +83,53 @@ def export_drafter(
         if num_target_layers is None:
             raise ConfigError("the z-lab layout states the target's number of layers; give num_target_layers")
         config = zlab_config(settings, dtype, num_target_layers)
-        if ids is not None:
-            remarks.append(
-                f"the z-lab layout has no draft vocabulary: this drafter was trained on {ids.numel()} tokens and will "
-                "propose over the target's whole vocabulary"
-            )
         if drafter.config.sliding_window:
             remarks.append("its readers count a sliding window from each slot, training counted it from the anchor")
     else:
         config = speculators_config(settings, dtype, verifier, architectures or [])
-        if ids is not None:
+        if ids is not None and not second:
             tensors |= _vocabulary_tensors(drafter, ids, head)
+    if ids is not None and (second or layout == "zlab"):
+        remarks.insert(
+            0,
+            f"{'DFlash 2' if second else 'the z-lab layout'} has no draft vocabulary: this drafter was trained on "
+            f"{ids.numel()} tokens and will propose over the target's whole vocabulary",
+        )
     out.mkdir(parents=True, exist_ok=True)
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
     (out / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     (out / "README.md").write_text(_card(settings, layout, verifier, dtype, remarks))
     _verify(out, tensors)
     return remarks
+
+
+def _both_parts(drafter: DFlashDrafter) -> DFlashDrafter:
+    """A DFlash 2 drafter as servers want it, with both parts; one that it lacks does nothing."""
+    own = drafter.config
+    parts: dict[str, Any] = {}
+    if not own.has_convolution:
+        parts = {"conv_kernel_size": 2, "conv_group_size": math.gcd(own.hidden_size, 16)}
+    if not own.has_selector:
+        parts |= {"selector_top_k": min(16, own.draft_vocab_size or own.vocab_size), "selector_rank": 1}
+        parts["selector_codebooks"] = "full"
+    return with_parts(drafter, replace(own, **parts))
+
+
+@torch.no_grad()
+def _write_codebooks_out(drafter: DFlashDrafter, settings: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """Low-rank codebooks become the [V, r] that servers read. Raises ConfigError without the target's embedding."""
+    if drafter.config.selector_codebooks == "full":
+        return
+    if not drafter.embed_tokens.shape[0]:
+        raise ConfigError(
+            "low-rank codebooks are written out over the target's embedding, and this drafter was opened without it; "
+            "open it with the target (--target)"
+        )
+    settings["config"]["selector_codebooks"] = "full"
+    tables = drafter.candidate_selector.codebooks(drafter.embed_tokens[: drafter.config.vocab_size])
+    for name, table in zip(("predecessor", "successor"), tables, strict=True):
+        del tensors[f"candidate_selector.{name}_projection.weight"]
+        tensors[f"candidate_selector.{name}_codebook"] = table.cpu().contiguous()
 
 
 def _refuse_unreadable(drafter: DFlashDrafter, num_target_layers: int | None) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from dflash.drafter.attention import Attend
 from dflash.drafter.config import DrafterConfig
+from dflash.drafter.convolution import LocalConvolution, NoConvolution
 
 Rotary = tuple[Tensor, Tensor]  # cos, sin, each [positions, D] float32
 
@@ -77,9 +78,16 @@ class DraftAttention(nn.Module):
 class DraftLayer(nn.Module):
     """Pre-norm transformer layer over the draft slots."""
 
-    def __init__(self, config: DrafterConfig):
+    def __init__(self, config: DrafterConfig, block_size: int):
         super().__init__()
         h, m = config.hidden_size, config.intermediate_size
+
+        def around() -> nn.Module:
+            if not config.has_convolution:
+                return NoConvolution()
+            return LocalConvolution(h, config.conv_kernel_size, config.conv_group_size, block_size)
+
+        self.attention_conv, self.mlp_conv = around(), around()
         self.input_layernorm = RMSNorm(h, config.rms_norm_eps)
         self.self_attn = DraftAttention(config)
         self.post_attention_layernorm = RMSNorm(h, config.rms_norm_eps)
@@ -95,6 +103,8 @@ class DraftLayer(nn.Module):
         """x: [1, Q, H]. The context is given as keys and values (`cached`), or as its states [1, T, H] with their rotary
         tables: then all that uses this layer's weights happens inside this call, when they are there if sharded."""
         context_kv = context if cached else self.self_attn.keys_values(*context)
-        x = x + self.self_attn(self.input_layernorm(x), context_kv, rotary, attend)  # [1, Q, H]
-        y = self.post_attention_layernorm(x)
-        return x + self.mlp["down_proj"](F.silu(self.mlp["gate_proj"](y)) * self.mlp["up_proj"](y))
+        y, leaving = self.attention_conv.enter(self.input_layernorm(x))
+        x = x + self.attention_conv.leave(self.self_attn(y, context_kv, rotary, attend), leaving)  # [1, Q, H]
+        y, leaving = self.mlp_conv.enter(self.post_attention_layernorm(x))
+        z = self.mlp["down_proj"](F.silu(self.mlp["gate_proj"](y)) * self.mlp["up_proj"](y))
+        return x + self.mlp_conv.leave(z, leaving)

@@ -16,10 +16,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from dflash.drafter.config import DrafterConfig, rope_theta_of
+from dflash.drafter.config import DRAFTER_KINDS, DrafterConfig, rope_theta_of
 from dflash.errors import ConfigError
 
 SPECULATORS_OFFSET = 1
+_SECOND = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+_KNOWN_INNER = {
+    *("block_size", "mask_token_id", "target_layer_ids", "causal", "attention_sink_bias", "use_swa", *_SECOND),
+    *("final_logit_softcapping", "output_multiplier", "input_embedding_scale", "attention_value_scale"),
+}
 _MAX_ANCHORS = 512  # a training setting that neither layout stores
 
 
@@ -62,8 +67,9 @@ def stack_config(config: DrafterConfig, dtype: str) -> dict[str, Any]:
 def zlab_config(settings: Mapping[str, Any], dtype: str, num_target_layers: int) -> dict[str, Any]:
     """`config.json` of a published `*-DFlash` drafter."""
     config = DrafterConfig.from_dict(settings["config"])
+    second = config.drafter_kind == "dflash2"
     return {
-        "architectures": ["DFlashDraftModel"],
+        "architectures": ["DFlash2DraftModel" if second else "DFlashDraftModel"],
         **stack_config(config, dtype),
         "block_size": settings["block_size"],
         "dflash_config": {
@@ -72,6 +78,7 @@ def zlab_config(settings: Mapping[str, Any], dtype: str, num_target_layers: int)
             "causal": False,
             "mask_token_id": settings["mask_token_id"],
             "target_layer_ids": list(settings["target_layer_ids"]),
+            **({name: getattr(config, name) for name in _SECOND} if second else {}),
         },
         "is_causal": False,  # blocks see themselves in both directions, in sliding layers too
         "num_target_layers": num_target_layers,
@@ -83,17 +90,19 @@ def speculators_config(
 ) -> dict[str, Any]:
     """`config.json` of the speculators package (vLLM's format)."""
     config = DrafterConfig.from_dict(settings["config"])
-    return {
-        "architectures": ["DFlashSpeculator"],
+    second = config.drafter_kind == "dflash2"
+    kind = "dflash2" if second else "dflash"
+    return ({name: getattr(config, name) for name in _SECOND} if second else {}) | {
+        "architectures": ["DFlash2DraftModel" if second else "DFlashSpeculator"],
         "aux_hidden_state_layer_ids": [layer + SPECULATORS_OFFSET for layer in settings["target_layer_ids"]],
         "block_size": settings["block_size"],
-        "draft_vocab_size": config.draft_vocab_size or config.vocab_size,
+        "draft_vocab_size": config.vocab_size if second else config.draft_vocab_size or config.vocab_size,
         "dtype": dtype,
         "mask_token_id": settings["mask_token_id"],
         "sample_from_anchor": False,
         "sliding_window_non_causal": True,
         "speculators_config": {
-            "algorithm": "dflash",
+            "algorithm": kind,
             "default_proposal_method": "greedy",
             "proposal_methods": [
                 {
@@ -105,7 +114,7 @@ def speculators_config(
             ],
             "verifier": {"architectures": architectures, "name_or_path": verifier},
         },
-        "speculators_model_type": "dflash",
+        "speculators_model_type": kind,
         "speculators_version": "0.9.0",
         "target_hidden_size": None,
         "tie_word_embeddings": False,
@@ -119,12 +128,13 @@ def settings_in_layout(config: Mapping[str, Any]) -> tuple[str, dict[str, Any], 
     Raises: ConfigError for a config of neither layout, or one that lacks something.
     """
     if "speculators_model_type" in config:
-        if config["speculators_model_type"] != "dflash":
+        if config["speculators_model_type"] not in DRAFTER_KINDS:
             raise ConfigError(
-                f"this is a {config['speculators_model_type']!r} speculator; only 'dflash' ones can be imported"
+                f"this is a {config['speculators_model_type']!r} speculator; only 'dflash' and 'dflash2' can be imported"
             )
         return "speculators", *_from_speculators(config)
-    if "DFlashDraftModel" in (config.get("architectures") or []) or "dflash_config" in config:
+    known = {"DFlashDraftModel", "DFlash2DraftModel"} & set(config.get("architectures") or [])
+    if known or "dflash_config" in config:
         return "zlab", *_from_zlab(config)
     raise ConfigError(
         f"config.json is of no known drafter layout (architectures {config.get('architectures')}); wanted a z-lab "
@@ -139,6 +149,10 @@ def _from_zlab(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     mask = inner.get("mask_token_id")
     _require(block_size=block_size, target_layer_ids=layers, mask_token_id=mask)
     stack, limits = _stack(config)
+    stack |= _second_kind(inner, "DFlash2DraftModel" in (config.get("architectures") or []), "dflash_config")
+    for name, value in inner.items():
+        if name not in _KNOWN_INNER and value not in (None, False):
+            limits.append(f"its dflash_config asks for {name} = {value}, which this package does not know")
     causal = config.get("is_causal", inner.get("causal"))
     if any(kind == "sliding_attention" for kind in config.get("layer_types") or []):
         if causal is not False:
@@ -173,6 +187,7 @@ def _from_speculators(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[s
         raise ConfigError(f"aux_hidden_state_layer_ids {layers} reads the embedding (id 0), which is the output of no layer")
     stack, limits = _stack(inner)
     draft = config.get("draft_vocab_size")
+    stack |= _second_kind(config, config["speculators_model_type"] == "dflash2", "config.json")
     stack["draft_vocab_size"] = None if draft in (None, stack["vocab_size"]) else draft
     if config.get("sample_from_anchor"):
         limits.append("it also drafts from slot 0 (sample_from_anchor)")
@@ -181,6 +196,21 @@ def _from_speculators(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[s
     verifier = ((config.get("speculators_config") or {}).get("verifier") or {}).get("name_or_path")
     layers = [layer - SPECULATORS_OFFSET for layer in layers]
     return _settings(stack, layers, config["block_size"], mask, verifier), limits
+
+
+def _second_kind(config: Mapping[str, Any], second: bool, where: str) -> dict[str, Any]:
+    """`DrafterConfig` fields of the parts of DFlash 2."""
+    given = {name: config[name] for name in _SECOND if config.get(name) is not None}
+    if not second:
+        if given:
+            raise ConfigError(
+                f"{where} has {', '.join(given)}, and the architecture is plain DFlash; wanted DFlash2DraftModel with them"
+            )
+        return {}
+    missing = [name for name in _SECOND if name not in given]
+    if missing:
+        raise ConfigError(f"a DFlash 2 drafter's {where} lacks {', '.join(missing)}")
+    return {"drafter_kind": "dflash2", "selector_codebooks": "full", **given}
 
 
 def _settings(stack: dict, layers: list[int], block_size: int, mask: int, target: str | None) -> dict[str, Any]:

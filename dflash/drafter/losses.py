@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from dflash.drafter import kernels
@@ -18,6 +19,7 @@ from dflash.drafter.fp8_head import Fp8Head
 from dflash.errors import ConfigError
 
 DEFAULT_CHUNK_ROWS = 1024
+GROUP = 128  # columns of logits that `top_of_rows` takes together
 REDUCTIONS = ("weight_mean", "token_mean")
 
 
@@ -59,21 +61,69 @@ class HeadPass:
         the fused path.
     fused: use the Triton kernels; None: where they run.
     head_fp8: the same head quantized; the logits go through it, the gradient's product through the head itself.
+    top_k: also keep each row's K best tokens and their logits; 0: none.
     """
 
     chunk_rows: int = DEFAULT_CHUNK_ROWS
     teacher_spans: list[tuple[int, int]] | None = None
     fused: bool | None = None
     head_fp8: Fp8Head | None = None
+    top_k: int = 0
 
 
 @dataclass(frozen=True)
 class HeadLoss:
-    """What one pass over the head gives: `loss` scalar float32; per row `row_loss` and `prediction` (argmax), [R]."""
+    """What one pass over the head gives: `loss` scalar float32; per row `row_loss` and `prediction` (argmax), [R]; with
+    `HeadPass.top_k` each row's best tokens `ids` [R, K], their logits `unary` [R, K], which carry a gradient, and whether
+    the wanted token was among them by itself, `recalled` [R]."""
 
     loss: Tensor
     row_loss: Tensor
     prediction: Tensor
+    ids: Tensor | None = None
+    unary: Tensor | None = None
+    recalled: Tensor | None = None
+
+
+def top_of_rows(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k largest of each row [n, V] and their columns, without sorting the row: they lie in the k groups of columns
+    whose largest elements are largest, and in the columns that fill no group."""
+    groups = logits.shape[1] // GROUP
+    if groups < 4 * k:
+        return logits.topk(k)
+    whole = logits[:, : groups * GROUP].unflatten(1, (groups, GROUP))
+    best = whole.amax(-1).topk(k).indices  # [n, k]
+    some = whole.gather(1, best[..., None].expand(-1, -1, GROUP)).flatten(1)  # [n, k * GROUP]
+    columns = (best[..., None] * GROUP + torch.arange(GROUP, device=logits.device)).flatten(1)
+    if groups * GROUP < logits.shape[1]:
+        rest = torch.arange(groups * GROUP, logits.shape[1], device=logits.device)
+        some = torch.cat([some, logits[:, groups * GROUP :]], 1)
+        columns = torch.cat([columns, rest.expand(len(logits), -1)], 1)
+    values, at = some.topk(k)
+    return values, columns.gather(1, at)
+
+
+class _Kept:
+    """The candidates that a pass keeps: ids and logits [R, K] of every row."""
+
+    def __init__(self, hidden: Tensor, wanted: Tensor | None, top_k: int):
+        self.wanted, self.top_k = wanted, top_k
+        self.ids = torch.empty(hidden.shape[0], top_k, dtype=torch.int64, device=hidden.device)
+        self.unary = torch.empty(hidden.shape[0], top_k, dtype=hidden.dtype, device=hidden.device)
+        self.recalled = torch.zeros(hidden.shape[0], dtype=torch.bool, device=hidden.device)
+
+    def keep(self, part: slice, logits: Tensor) -> None:
+        """Of the rows `part`; a wanted token that is not among a row's best takes the weakest's place."""
+        if not self.top_k:
+            return
+        values, ids = top_of_rows(logits, self.top_k)
+        if self.wanted is not None:
+            wanted = self.wanted[part, None]
+            recalled = (ids == wanted).any(1, keepdim=True)
+            ids[:, -1:] = torch.where(recalled | (wanted < 0), ids[:, -1:], wanted)
+            values[:, -1:] = logits.gather(1, ids[:, -1:])
+            self.recalled[part] = recalled[:, 0]
+        self.ids[part], self.unary[part] = ids, values
 
 
 def _logits(hidden: Tensor, head: Tensor, head_fp8: Fp8Head | None, out: Tensor | None = None) -> Tensor:
@@ -83,18 +133,42 @@ def _logits(hidden: Tensor, head: Tensor, head_fp8: Fp8Head | None, out: Tensor 
     return hidden @ head.T if out is None else torch.mm(hidden, head.T, out=out)
 
 
+def _finish(ctx, grad: Tensor | None, head: Tensor, kept: _Kept, loss: Tensor, row_loss: Tensor, prediction: Tensor):
+    """A pass's outputs, in `HeadLoss`'s order."""
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(grad, *((kept.ids, head) if kept.top_k else ()))
+    ctx.mark_non_differentiable(row_loss, prediction, kept.ids, kept.recalled)
+    return loss, row_loss, prediction, kept.ids, kept.unary, kept.recalled
+
+
+def _hidden_gradient(ctx, dloss: Tensor | None, _row_loss, _prediction, _ids, dunary: Tensor | None, _) -> Tensor | None:
+    """Gradient of the hidden states [R, H]: what the pass made ready, and what came back through the candidates."""
+    grad, *candidates = ctx.saved_tensors
+    found = None if dloss is None else grad * dloss.to(grad.dtype)
+    if dunary is None or not candidates:
+        return found
+    ids, head = candidates
+    through = F.embedding_bag(ids, head, mode="sum", per_sample_weights=dunary.to(head.dtype))
+    return through if found is None else found + through
+
+
 class _ChunkedHeadLoss(torch.autograd.Function):
     """sum_r scale_r * l_r with l_r = CE(labels_r) or KL(teacher_r || draft_r); gradient for `hidden` only."""
 
     @staticmethod
-    def forward(ctx, hidden, head, labels, teacher_hidden, scale, how):
+    def forward(ctx, hidden, head, labels, teacher_hidden, scale, wanted, how):
+        kept = _Kept(hidden, wanted, how.top_k)
         rows, chunk_rows, head_fp8 = hidden.shape[0], how.chunk_rows, how.head_fp8
         row_loss = torch.empty(rows, dtype=torch.float32, device=hidden.device)
         prediction = torch.empty(rows, dtype=torch.int64, device=hidden.device)
         grad = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         for start in range(0, rows, chunk_rows):
             part = slice(start, min(start + chunk_rows, rows))
-            log_p = torch.log_softmax(_logits(hidden[part], head, head_fp8).float(), -1)  # [c, V]
+            logits = _logits(hidden[part], head, head_fp8)  # [c, V]
+            kept.keep(part, logits)
+            logits = logits.float()
+            log_p = torch.log_softmax(logits, -1)
+            del logits
             prediction[part] = log_p.argmax(-1)
             if teacher_hidden is None:
                 picked = labels[part, None]
@@ -110,14 +184,11 @@ class _ChunkedHeadLoss(torch.autograd.Function):
                 difference.mul_(scale[part, None])
                 grad[part] = difference.to(head.dtype) @ head
             log_p = log_t = teacher = difference = None  # none of them lives on into the next chunk
-        ctx.save_for_backward(grad)
-        ctx.mark_non_differentiable(row_loss, prediction)
-        return (row_loss * scale).sum(), row_loss, prediction
+        return _finish(ctx, grad, head, kept, (row_loss * scale).sum(), row_loss, prediction)
 
     @staticmethod
-    def backward(ctx, grad_loss, _row_loss, _prediction):
-        (grad,) = ctx.saved_tensors
-        return grad * grad_loss.to(grad.dtype), None, None, None, None, None
+    def backward(ctx, *grads):
+        return _hidden_gradient(ctx, *grads), None, None, None, None, None, None
 
 
 class _FusedHeadLoss(torch.autograd.Function):
@@ -127,9 +198,10 @@ class _FusedHeadLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, head, labels, teacher_hidden, teacher_rows, scale, how):
+    def forward(ctx, hidden, head, labels, teacher_hidden, teacher_rows, scale, wanted, how):
         from dflash.drafter.kernels.head_loss import hard_loss_, soft_loss_
 
+        kept = _Kept(hidden, wanted, how.top_k)
         chunk_rows, head_fp8, teacher_spans = how.chunk_rows, how.head_fp8, how.teacher_spans
         rows, size = hidden.shape[0], head.shape[0] if head_fp8 is None else head_fp8.width
         row_loss = torch.empty(rows, dtype=torch.float32, device=hidden.device)
@@ -141,6 +213,7 @@ class _FusedHeadLoss(torch.autograd.Function):
         for chunk, start in enumerate(range(0, rows, chunk_rows)):
             part = slice(start, min(start + chunk_rows, rows))
             x = _logits(hidden[part], head, head_fp8, logits[: part.stop - start])  # [c, V]
+            kept.keep(part, x)
             outputs = (scale[part], row_loss[part], prediction[part])
             if teacher_hidden is None:
                 hard_loss_(x, labels[part], *outputs, with_grad=grad is not None)
@@ -150,14 +223,11 @@ class _FusedHeadLoss(torch.autograd.Function):
                 soft_loss_(x, y, teacher_rows[part], *outputs, first_teacher=first, with_grad=grad is not None)
             if grad is not None:
                 torch.mm(x, head, out=grad[part])
-        ctx.save_for_backward(grad)
-        ctx.mark_non_differentiable(row_loss, prediction)
-        return (row_loss * scale).sum(), row_loss, prediction
+        return _finish(ctx, grad, head, kept, (row_loss * scale).sum(), row_loss, prediction)
 
     @staticmethod
-    def backward(ctx, grad_loss, _row_loss, _prediction):
-        (grad,) = ctx.saved_tensors
-        return grad * grad_loss.to(grad.dtype), None, None, None, None, None, None
+    def backward(ctx, *grads):
+        return _hidden_gradient(ctx, *grads), None, None, None, None, None, None, None
 
 
 def chunked_head_loss(
@@ -168,6 +238,7 @@ def chunked_head_loss(
     labels: Tensor | None = None,
     teacher_hidden: Tensor | None = None,
     teacher_rows: Tensor | None = None,
+    wanted: Tensor | None = None,
     **how: Any,
 ) -> HeadLoss:
     """Loss of draft hidden states through a frozen head.
@@ -179,6 +250,7 @@ def chunked_head_loss(
             distribution through the same head is the soft label (the loss is KL(target || drafter)).
         teacher_rows: [R] int; row r's teacher is teacher_hidden[teacher_rows[r]] (then [U, H]), so that blocks that
             overlap share the teacher's logits. None: one teacher row per row.
+        wanted: [R] int64, a token that has to be among each row's `HeadPass.top_k` candidates; -1: none.
         how: fields of `HeadPass`.
 
     Raises: ConfigError when not exactly one of labels and teacher_hidden is given.
@@ -191,13 +263,12 @@ def chunked_head_loss(
             teacher_rows = torch.arange(rows, dtype=torch.int32, device=hidden.device)
             starts = range(0, rows, way.chunk_rows)
             way = replace(way, teacher_spans=[(start, min(start + way.chunk_rows, rows)) for start in starts])
-        outputs = _FusedHeadLoss.apply(hidden, head, labels, teacher_hidden, teacher_rows, scale, way)
+        outputs = _FusedHeadLoss.apply(hidden, head, labels, teacher_hidden, teacher_rows, scale, wanted, way)
     else:
         if teacher_rows is not None:
             teacher_hidden = teacher_hidden[teacher_rows]
-        outputs = _ChunkedHeadLoss.apply(hidden, head, labels, teacher_hidden, scale, way)
-    loss, row_loss, prediction = outputs
-    return HeadLoss(loss, row_loss, prediction)
+        outputs = _ChunkedHeadLoss.apply(hidden, head, labels, teacher_hidden, scale, wanted, way)
+    return HeadLoss(*outputs)
 
 
 def peak_bytes(rows: int, vocab: int, chunk_rows: int, element_size: int, soft: bool, fused: bool) -> int:

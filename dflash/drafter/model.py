@@ -22,10 +22,13 @@ from dflash.drafter import fast_path, fp8_head
 from dflash.drafter.attention import DEFAULT_MAX_DENSE_BYTES, DocumentMask, PackMask, default_backend
 from dflash.drafter.blocks import Blocks, DraftContext, PackContext
 from dflash.drafter.config import DrafterConfig
+from dflash.drafter.convolution import LocalConvolution
 from dflash.drafter.head_plan import HeadPlan, teacher_spans
 from dflash.drafter.layers import DraftLayer, RMSNorm, Rotary, rotary_tables
-from dflash.drafter.losses import DEFAULT_CHUNK_ROWS, HeadPass, block_metrics, chunked_head_loss, decay_weights, loss_scale
+from dflash.drafter.losses import DEFAULT_CHUNK_ROWS, HeadPass, top_of_rows
 from dflash.drafter.masks import AnchorSet, document_ids, sample_anchors
+from dflash.drafter.objective import Objective, pack_loss
+from dflash.drafter.selector import Candidates, CandidateSelector
 from dflash.errors import ConfigError
 
 
@@ -50,23 +53,6 @@ class Running:
     def __post_init__(self) -> None:
         if self.head_precision not in fp8_head.PRECISIONS:
             raise ConfigError(f"head_precision must be {' or '.join(fp8_head.PRECISIONS)}, got {self.head_precision!r}")
-
-
-@dataclass(frozen=True)
-class Objective:
-    """What a training forward minimises.
-
-    use_soft_labels: KL to the target's distribution instead of cross entropy to the token.
-    gamma: decay of the slot weights; None is uniform.
-    reduction: "weight_mean" or "token_mean".
-    denominator: what the weighted sum is divided by, instead of this pack's own reduction; the total over a step's
-        packs makes their losses and gradients add up.
-    """
-
-    use_soft_labels: bool = False
-    gamma: float | None = 10.0
-    reduction: str = "weight_mean"
-    denominator: float | None = None
 
 
 class DFlashDrafter(nn.Module):
@@ -95,6 +81,11 @@ class DFlashDrafter(nn.Module):
         super().__init__()
         if block_size < 2:
             raise ConfigError(f"block_size must be at least 2 (slot 0 is the anchor itself), got {block_size}")
+        if config.has_convolution and config.conv_kernel_size > block_size:
+            raise ConfigError(
+                f"conv_kernel_size {config.conv_kernel_size} is more than the {block_size} slots of a block; use at most "
+                f"{block_size}"
+            )
         if max_anchors < 1:
             raise ConfigError(f"max_anchors must be at least 1, got {max_anchors}")
         if not target_layer_ids or min(target_layer_ids) < 0 or len(set(target_layer_ids)) != len(target_layer_ids):
@@ -113,8 +104,10 @@ class DFlashDrafter(nn.Module):
         h = config.hidden_size
         self.fc = nn.Linear(len(self.target_layer_ids) * h, h, bias=False)
         self.hidden_norm = RMSNorm(h, config.rms_norm_eps)
-        self.layers = nn.ModuleList(DraftLayer(config) for _ in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(DraftLayer(config, block_size) for _ in range(config.num_hidden_layers))
         self.norm = RMSNorm(h, config.rms_norm_eps)
+        if config.has_selector:
+            self.candidate_selector = CandidateSelector(config)
         # The target's own tables, frozen and shared: buffers, so that no optimizer and no checkpoint takes them.
         draft_vocab = config.draft_vocab_size or config.vocab_size
         self.register_buffer("embed_tokens", torch.zeros(0, h), persistent=False)
@@ -128,12 +121,19 @@ class DFlashDrafter(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Normal initialisation of every matrix, ones in every norm."""
+        """Normal initialisation of every matrix, ones in every norm. The parts of DFlash 2 start as the identity, and draw
+        from the generator after all else: the same seed gives the same plain drafter."""
+        parts = [m for m in self.modules() if isinstance(m, LocalConvolution | CandidateSelector)]
+        own = {id(parameter) for part in parts for parameter in part.parameters()}
         for parameter in self.parameters():
+            if id(parameter) in own:
+                continue
             if parameter.dim() > 1:
                 nn.init.normal_(parameter, std=self.config.initializer_range)
             else:
                 nn.init.ones_(parameter)
+        for part in parts:
+            part.reset_parameters()
 
     def load_target_head(self, embed_tokens: Tensor, lm_head: Tensor, draft_token_ids: Tensor | None = None) -> None:
         """Share the target's embedding [V, H] and head [V, H]; with a draft vocabulary, keep only its head rows.
@@ -268,9 +268,10 @@ class DFlashDrafter(nn.Module):
             teacher_spans=teacher_spans(plan.teacher_row, chunk_rows),
             fused=self._fused(),
             head_fp8=self.head_fp8,
+            top_k=self.config.selector_top_k if self.config.has_selector else 0,
         )
         last = None if verifier_last_hidden is None else verifier_last_hidden[0]
-        return self._loss(hidden, last, input_ids[0], rows, wanted, how)
+        return pack_loss(self, hidden, last, input_ids[0], rows, wanted, how)
 
     def pack_inputs(
         self, all_hidden_states: Tensor, input_ids: Tensor, position_ids: Tensor, anchors: AnchorSet, lengths: Tensor
@@ -284,32 +285,6 @@ class DFlashDrafter(nn.Module):
             PackContext(all_hidden_states, position_ids),
             PackMask(anchors, documents, self.block_size, backend, self.max_dense_bytes),
         )
-
-    def _loss(
-        self, hidden: Tensor, last_hidden: Tensor | None, input_ids: Tensor, rows: HeadPlan, wanted: Objective, how: HeadPass
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Loss and metrics from the hidden states [R, H] of the supervised slots."""
-        tokens = input_ids[rows.label_at]  # [R]
-        labels = self.draft_index[tokens]  # -1 outside the draft vocabulary
-        soft = wanted.use_soft_labels
-        decay = decay_weights(self.block_size, wanted.gamma, input_ids.device)[1:]
-        weights = decay[rows.slot % (self.block_size - 1)]
-        if not soft:
-            weights = weights * (labels >= 0)
-        result = chunked_head_loss(
-            hidden,
-            self.lm_head,
-            scale=loss_scale(weights, wanted.reduction, wanted.denominator),
-            labels=None if soft else labels.clamp(min=0),
-            teacher_hidden=last_hidden[rows.teacher_at].to(hidden.dtype) if soft else None,
-            teacher_rows=rows.teacher_row if soft else None,
-            **vars(how),
-        )
-        correct = torch.zeros_like(rows.supervised).flatten()
-        correct[rows.slot] = self.draft_token_ids[result.prediction] == tokens
-        metrics = block_metrics(correct.view_as(rows.supervised), rows.supervised)
-        metrics |= {"loss": result.loss.detach(), "weight": weights.sum(), "supervised_slots": rows.supervised.sum()}
-        return result.loss, metrics
 
     def _rotary(self, positions: Tensor) -> Rotary:
         return rotary_tables(positions, self.config.head_dim, self.config.rope_theta)
@@ -371,12 +346,23 @@ class DFlashDrafter(nn.Module):
         context.length += features.shape[1]
 
     @torch.no_grad()
-    def propose(self, context: DraftContext, anchor_token: int) -> Tensor:
-        """Draft logits for slots 1..S-1 of the block whose anchor follows the context, [S-1, Vd]."""
+    def propose(self, context: DraftContext, anchor_token: int) -> Tensor | Candidates:
+        """What is drafted for slots 1..S-1 of the block whose anchor follows the context, see `proposal`."""
         at = torch.tensor([context.length])
         device = self.fc.weight.device
         blocks = Blocks(torch.tensor([anchor_token], device=device), at.to(device))
-        return self.draft(blocks, context, DocumentMask(at, self.block_size))[0, 1:] @ self.lm_head.T
+        hidden = self.draft(blocks, context, DocumentMask(at, self.block_size))
+        return self.proposal(hidden[0, 1:], anchor_token)
+
+    @torch.no_grad()
+    def proposal(self, hidden: Tensor, anchor_token: int) -> Tensor | Candidates:
+        """From the states [n, H] of a block's slots 1..n: the draft logits [n, Vd], or with a selector its `Candidates`."""
+        logits = hidden @ self.lm_head.T
+        if not self.config.has_selector:
+            return logits
+        unary, ids = top_of_rows(logits, self.config.selector_top_k)
+        selector = self.candidate_selector
+        return Candidates(self.draft_token_ids[ids], unary, logits, anchor_token, hidden, selector, self.embed_tokens)
 
 
 def _check_anchors(anchors: AnchorSet, total: int) -> None:

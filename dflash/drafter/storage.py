@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dflash.drafter.config import DrafterConfig
-from dflash.drafter.model import DFlashDrafter
+from dflash.drafter.model import DFlashDrafter, Running
 from dflash.errors import ConfigError, RunError
 
 WEIGHTS, SETTINGS = "drafter.safetensors", "drafter.json"
@@ -152,6 +152,26 @@ def build_drafter(
     if target is not None:
         share_target(drafter, target)
     return drafter
+
+
+def with_parts(drafter: DFlashDrafter, config: DrafterConfig) -> DFlashDrafter:
+    """The same drafter in the shape that `DrafterConfig.extended` gave; parts that it lacked start as the identity."""
+    if config == drafter.config:
+        return drafter
+    with torch.random.fork_rng(devices=[]):
+        whole = DFlashDrafter(
+            config,
+            drafter.target_layer_ids,
+            drafter.block_size,
+            drafter.max_anchors,
+            drafter.mask_token_id,
+            **{name: getattr(drafter, name) for name in Running.__dataclass_fields__},
+        ).to(drafter.fc.weight)
+    for name, buffer in drafter.named_buffers():
+        setattr(whole, name, buffer)
+    refused = whole.load_state_dict(drafter.state_dict(), strict=False).unexpected_keys
+    assert not refused, f"{refused} have no place in the extended drafter"
+    return whole
 
 
 def share_target(drafter: DFlashDrafter, target: Any) -> None:

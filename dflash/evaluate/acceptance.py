@@ -17,11 +17,14 @@ from torch import Tensor
 
 from dflash.drafter.attention import DocumentMask
 from dflash.drafter.blocks import Blocks, DraftContext
+from dflash.drafter.losses import top_of_rows
+from dflash.drafter.selector import pair_scores
 
 if TYPE_CHECKING:
     from dflash.data import Pack
     from dflash.drafter.model import DFlashDrafter
 
+KINDS = ("path", "argmax", "oracle")  # what is drafted; the head's best tokens; as if the selector were always right
 _KV_BYTES = {"cpu": 64 << 20, "cuda": 1 << 30}  # copies of context keys and values alive at once, per layer
 _MAX_BLOCKS = {"cpu": 32, "cuda": 512}  # on a CPU, what stays in its cache
 
@@ -81,30 +84,51 @@ def predict(drafter: DFlashDrafter, hidden: Tensor) -> Tensor:
     return drafter.draft_token_ids[torch.cat(parts)]
 
 
+@torch.no_grad()
+def judge(drafter: DFlashDrafter, hidden: Tensor, before: Tensor, text: Tensor) -> Tensor:
+    """Which drafts of states [n, H] equal the text [n], by row of `KINDS`: [1 or 3, n]. `before` [n]: the tokens in front,
+    as the text has them (where all slots before stood, the walk has them too)."""
+    if not drafter.config.has_selector:
+        return (predict(drafter, hidden) == text)[None]
+    rows = []
+    for part, previous, right in zip(hidden.split(1024), before.split(1024), text.split(1024), strict=True):
+        unary, ids = top_of_rows(part @ drafter.lm_head.T, drafter.config.selector_top_k)
+        ids, embed, selector = drafter.draft_token_ids[ids], drafter.embed_tokens, drafter.candidate_selector
+        successors = selector.successors(ids.flatten(), embed).unflatten(0, ids.shape)
+        best = pair_scores(unary, selector.contexts(part, previous, embed), successors).argmax(1, keepdim=True)
+        hit = ids == right[:, None]
+        rows.append(torch.stack([hit.gather(1, best)[:, 0], hit[:, 0], hit.any(1)]))
+    return torch.cat(rows, 1)
+
+
 def matching_runs(drafter: DFlashDrafter, hidden: Tensor, ids: Tensor, anchors: Tensor, ends: Tensor) -> Tensor:
-    """How many drafts of each block equal the text before its `ends`, [C]; a slot is only scored where the slots
-    before it stood, so the head sees few rows."""
-    runs = torch.zeros_like(anchors)
-    alive = torch.arange(anchors.shape[0], device=anchors.device)
+    """How many drafts of each block equal the text before its `ends`, by row of `KINDS`: [1 or 3, C]; a slot is only scored
+    where the slots before it stood, so the head sees few rows."""
+    kinds = len(KINDS) if drafter.config.has_selector else 1
+    runs = torch.zeros(kinds, *anchors.shape, dtype=anchors.dtype, device=anchors.device)
+    stands = torch.ones_like(runs, dtype=torch.bool)
     for slot in range(1, hidden.shape[1]):
-        alive = alive[anchors[alive] + slot < ends[alive]]
+        stands &= anchors + slot < ends
+        alive = stands.any(0).nonzero()[:, 0]
         if not alive.numel():
             break
-        alive = alive[predict(drafter, hidden[alive, slot]) == ids[anchors[alive] + slot]]
-        runs[alive] = slot
+        at = anchors[alive] + slot
+        stands[:, alive] &= judge(drafter, hidden[alive, slot], ids[at - 1], ids[at])
+        runs[stands] = slot
     return runs
 
 
 @torch.no_grad()
 def document_runs(drafter: DFlashDrafter, features: Tensor, ids: Tensor, spans: Sequence[tuple[int, int]]) -> Tensor:
-    """`matching_runs` of every position of a document that may anchor a block, [n]; -1 elsewhere.
+    """`matching_runs` of every position of a document that may anchor a block, [1 or 3, n]; -1 elsewhere.
 
     Args:
         features: [1, n, N*H]. ids: [n]. spans: (start, end) of the responses.
     """
     device = drafter.fc.weight.device
     ids = ids.to(device)
-    result = torch.full((ids.shape[0],), -1, dtype=torch.int64)
+    kinds = len(KINDS) if drafter.config.has_selector else 1
+    result = torch.full((kinds, ids.shape[0]), -1, dtype=torch.int64)
     anchors = torch.cat([torch.arange(start, end - 1) for start, end in spans])
     ends = torch.cat([torch.full((end - 1 - start,), end) for start, end in spans])
     context = drafter.new_context()
@@ -116,7 +140,7 @@ def document_runs(drafter: DFlashDrafter, features: Tensor, ids: Tensor, spans: 
     for some, some_ends in zip(anchors.split(batch), ends.split(batch), strict=True):
         on_device = some.to(device)
         hidden = draft_hidden(drafter, context, ids[on_device], on_device)
-        result[some] = matching_runs(drafter, hidden, ids, on_device, some_ends.to(device)).cpu()
+        result[:, some] = matching_runs(drafter, hidden, ids, on_device, some_ends.to(device)).cpu()
     return result
 
 
@@ -136,7 +160,14 @@ def walk(runs: Sequence[int], start: int, end: int) -> Walk:
 def walk_packs(
     drafter: DFlashDrafter, source, packs: Iterable[Pack], max_positions: int | None = None
 ) -> list[tuple[int, Walk]]:
-    """(pack id, walk) of every response in the packs, in order.
+    """(pack id, walk) of every response in the packs, in order; see `walk_kinds`."""
+    return [(pack_id, walks[0]) for pack_id, walks in walk_kinds(drafter, source, packs, max_positions)]
+
+
+def walk_kinds(
+    drafter: DFlashDrafter, source, packs: Iterable[Pack], max_positions: int | None = None
+) -> list[tuple[int, list[Walk]]]:
+    """(pack id, a walk for each row of `KINDS`) of every response in the packs, in order; a plain drafter has the first.
 
     Args:
         source: `source.get(pack)` gives the pack's features. max_positions: stop after the document in which this
@@ -155,9 +186,10 @@ def walk_packs(
             end = begin + own[-1][1]
             runs = document_runs(drafter, features[:, begin:end], pack.input_ids[begin:end], own).tolist()
             for start, stop in own:
-                replay = walk(runs, start, stop)
-                replay.anchors = [begin + anchor for anchor in replay.anchors]
-                walks.append((pack.pack_id, replay))
+                replays = [walk(row, start, stop) for row in runs]
+                for replay in replays:
+                    replay.anchors = [begin + anchor for anchor in replay.anchors]
+                walks.append((pack.pack_id, replays))
             drafted += sum(stop - start - 1 for start, stop in own)
             if max_positions is not None and drafted >= max_positions:
                 drafter.train(training)
@@ -187,8 +219,21 @@ def summarize(runs: Sequence[int], gains: Sequence[int], block_size: int) -> dic
 
 
 def evaluate_acceptance(drafter: DFlashDrafter, source, packs: Iterable[Pack], max_positions: int | None = None) -> dict:
-    """`summarize` over the responses of `packs`; what an `eval` record of a run holds."""
-    walks = [found for _, found in walk_packs(drafter, source, packs, max_positions)]
-    runs = [run for found in walks for run in found.runs]
-    gains = [gain for found in walks for gain in found.gains]
-    return summarize(runs, gains, drafter.block_size)
+    """`summarize` over the responses of `packs`; what an `eval` record of a run holds. With a candidate selector also the
+    lengths of the plain argmax and of a perfect selector, `argmax_length` and `oracle_length`, and `oracle_by_slot`."""
+    walks = [found for _, found in walk_kinds(drafter, source, packs, max_positions)]
+    kinds = []
+    for found in zip(*walks, strict=True):
+        runs, gains = ([x for replay in found for x in getattr(replay, name)] for name in ("runs", "gains"))
+        kinds.append(summarize(runs, gains, drafter.block_size))
+    if not kinds:
+        return summarize([], [], drafter.block_size)
+    path, *others = kinds
+    if others:
+        argmax, oracle = others
+        path |= {
+            "argmax_length": argmax["acceptance_length"],
+            "oracle_length": oracle["acceptance_length"],
+            "oracle_by_slot": oracle["acceptance_by_slot"],
+        }
+    return path

@@ -2,7 +2,8 @@
 
 One round, with the last verified token as the block's anchor (slot 0):
 
-    propose   drafter logits for slots 1..S-1, from the features of the tokens before the anchor
+    propose   drafter logits for slots 1..S-1, from the features of the tokens before the anchor; with a candidate selector,
+              its walk over each slot's best tokens (`drafter.selector`)
     verify    one target call over [anchor, draft tokens] gives the target's own choice after each of them
     accept    the longest run of agreeing drafts, and then the target's next token (the bonus token)
 
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 from dflash.drafter.model import DFlashDrafter
+from dflash.drafter.selector import Candidates
 from dflash.errors import ConfigError
 from dflash.target.capture import Target
 from dflash.target.session import TargetSession
@@ -53,14 +55,21 @@ class DecodeResult:
         return (len(self.tokens) - 1) / self.target_calls if self.accepted else None
 
 
+def greedy_drafts(drafter: DFlashDrafter, proposal: Tensor | Candidates) -> list[int]:
+    """The tokens that a drafter writes at temperature 0."""
+    if isinstance(proposal, Candidates):
+        return proposal.best().tolist()
+    return drafter.draft_token_ids[proposal.argmax(-1)].tolist()
+
+
 class GreedyRule:
     """Take the most likely token. Exact: a draft stands where the target would have written the same."""
 
     def choose(self, logits: Tensor) -> int:
         return int(logits.argmax(-1))
 
-    def draft(self, drafter: DFlashDrafter, logits: Tensor) -> list[int]:
-        return drafter.draft_token_ids[logits.argmax(-1)].tolist()
+    def draft(self, drafter: DFlashDrafter, proposal: Tensor | Candidates) -> list[int]:
+        return greedy_drafts(drafter, proposal)
 
     def verify(self, drafts: list[int], logits: Tensor) -> tuple[int, int]:
         """How many drafts stand, and the token after them; logits [len(drafts) + 1, V]."""
@@ -97,12 +106,27 @@ class SampledRule:
     def choose(self, logits: Tensor) -> int:
         return int(self._draw(self._probabilities(logits)[None]))
 
-    def draft(self, drafter: DFlashDrafter, logits: Tensor) -> list[int]:
+    def draft(self, drafter: DFlashDrafter, proposal: Tensor | Candidates) -> list[int]:
         """Sample each slot from the drafter, and keep its distribution over the target's vocabulary."""
-        own = self._probabilities(logits)  # [slots, Vd]
+        if isinstance(proposal, Candidates):
+            return self._walk(drafter, proposal)
+        own = self._probabilities(proposal)  # [slots, Vd]
         self._proposal = own.new_zeros(own.shape[0], drafter.config.vocab_size)
         self._proposal[:, drafter.draft_token_ids] = own
         return drafter.draft_token_ids[self._draw(own)].tolist()
+
+    def _walk(self, drafter: DFlashDrafter, candidates: Candidates) -> list[int]:
+        """The same along the selector's walk, where a slot's distribution is over its candidates, given the draw before."""
+        kept = torch.zeros(len(candidates), drafter.config.vocab_size, dtype=torch.float64, device=candidates.ids.device)
+
+        def pick(slot: int, scores: Tensor) -> Tensor:
+            own = self._probabilities(scores)  # [K]
+            kept[slot, candidates.ids[slot]] = own
+            return self._draw(own[None])
+
+        path = candidates.walk(pick).tolist()
+        self._proposal = kept
+        return path
 
     def verify(self, drafts: list[int], logits: Tensor) -> tuple[int, int]:
         target = self._probabilities(logits)  # [drafts + 1, V]
@@ -132,8 +156,8 @@ class ForcedRule:
         self.at = 1
         return self.text[0]
 
-    def draft(self, drafter: DFlashDrafter, logits: Tensor) -> list[int]:
-        return drafter.draft_token_ids[logits.argmax(-1)].tolist()
+    def draft(self, drafter: DFlashDrafter, proposal: Tensor | Candidates) -> list[int]:
+        return greedy_drafts(drafter, proposal)
 
     def verify(self, drafts: list[int], logits: Tensor) -> tuple[int, int]:
         rest = self.text[self.at :]

@@ -16,7 +16,7 @@ from dflash.errors import ConfigError, TargetError
 from dflash.evaluate.card import write_card
 from dflash.runs.record import run_folder
 from dflash.target.folder import is_folder, write_target_folder
-from dflash.target.head import target_head
+from dflash.target.head import target_tables
 from dflash.target.loading import load_config, resolve_source
 from dflash.train.checkpoint import latest_checkpoint
 
@@ -72,8 +72,12 @@ def deliver(options: ExportOptions) -> Delivery:
         refuse_other_target(settings, config, str(source), str(name))
         layers = layers or config.num_hidden_layers
         architectures = config.architectures or [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
-    if options.layout == "speculators" and draft_vocabulary(drafter) is not None:
-        head = target_head(name)
+    low_rank = drafter.config.has_selector and drafter.config.selector_codebooks == "low_rank"
+    if foreign and (low_rank or options.layout == "speculators" and draft_vocabulary(drafter) is not None):
+        if name is None:
+            raise ConfigError(f"{source} does not say which target it belongs to; name it with --target")
+        embed, head = target_tables(name)
+        drafter.embed_tokens = embed.to(drafter.fc.weight)
     served = _served_as(name, options)
     if served is None and options.layout == "speculators":
         raise ConfigError(

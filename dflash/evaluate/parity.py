@@ -19,8 +19,9 @@ from torch import Tensor
 from dflash.drafter.blocks import DraftContext
 from dflash.drafter.masks import AnchorSet
 from dflash.drafter.model import DFlashDrafter
+from dflash.drafter.selector import Candidates
 from dflash.evaluate.acceptance import Span, response_spans
-from dflash.evaluate.decoding import ForcedRule, decode, matching_run
+from dflash.evaluate.decoding import ForcedRule, decode, greedy_drafts, matching_run
 from dflash.target.capture import Target
 
 _ANCHORS = 64  # blocks of one training forward; every forward has this many, so that a compiled kernel sees one shape
@@ -78,7 +79,7 @@ class Recorder:
     def __init__(self, drafter: DFlashDrafter):
         self.drafter = drafter
         self.features: list[Tensor] = []
-        self.blocks: list[tuple[int, Tensor]] = []  # anchor position, draft logits [S-1, Vd]
+        self.blocks: list[tuple[int, Tensor | Candidates]] = []  # anchor position, what was proposed
         self.context: DraftContext | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -89,10 +90,10 @@ class Recorder:
         self.features.append(features)
         self.drafter.extend(context, features)
 
-    def propose(self, context: DraftContext, anchor_token: int) -> Tensor:
-        logits = self.drafter.propose(context, anchor_token)
-        self.blocks.append((context.length, logits))
-        return logits
+    def propose(self, context: DraftContext, anchor_token: int) -> Tensor | Candidates:
+        proposal = self.drafter.propose(context, anchor_token)
+        self.blocks.append((context.length, proposal))
+        return proposal
 
 
 class _Tally:
@@ -146,10 +147,10 @@ def parity_check(
         hidden = _training_states(drafter, pack, features, places)  # [anchors, S, H]
         row = 0
         for span, replay in zip(spans, replays, strict=True):
-            for at, logits in replay.blocks:
-                ours = hidden[row, 1:] @ drafter.lm_head.T
+            for at, theirs in replay.blocks:
+                ours = drafter.proposal(hidden[row, 1:], int(pack.input_ids[span.document + at]))
                 text = pack.input_ids[span.document + at + 1 : span.end].tolist()[:slots]
-                one, two = _tokens(drafter, ours), _tokens(drafter, logits)
+                one, two = greedy_drafts(drafter, ours), greedy_drafts(drafter, theirs)
                 trained.add(one, text)
                 decoded.add(two, text)
                 if one != two:
@@ -157,7 +158,7 @@ def parity_check(
                 if one != two and result.difference is None:
                     slot = next(i for i, (a, b) in enumerate(zip(one, two, strict=True)) if a != b)
                     before = features.all_hidden_states[:, span.document : span.document + at]
-                    parted = _locate(drafter, before, replay, ours, logits)
+                    parted = _locate(drafter, before, replay, _logits(ours), _logits(theirs))
                     result.difference = Difference(pack.pack_id, at, slot + 1, one[slot], two[slot], *parted)
                 row += 1
         if left <= 0:
@@ -165,6 +166,8 @@ def parity_check(
     drafter.train(was_training)
     result.anchors = trained.blocks
     result.accuracy_training = _shares(metrics["correct_by_slot"], metrics["supervised_by_slot"], slots)
+    if drafter.config.has_selector:  # the trainer's is teacher forced; past a run's end the walk has other predecessors
+        result.accuracy_training = trained.accuracy()
     accepted = _shares(metrics["accepted_by_slot"], metrics["blocks"], slots)
     result.acceptance_training = [value or 0.0 for value in accepted]
     result.accuracy_decoding, result.acceptance_decoding = decoded.accuracy(), decoded.acceptance()
@@ -263,8 +266,8 @@ def _locate(
     return "order of near-equal logits", largest, "every tensor agrees within rounding"
 
 
-def _tokens(drafter: DFlashDrafter, logits: Tensor) -> list[int]:
-    return drafter.draft_token_ids[logits.argmax(-1)].tolist()
+def _logits(proposal: Tensor | Candidates) -> Tensor:
+    return proposal.logits if isinstance(proposal, Candidates) else proposal
 
 
 def _shares(counts: Any, of: Any, slots: int) -> list[float | None]:

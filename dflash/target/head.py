@@ -24,16 +24,18 @@ _EMBED_SUFFIXES = (
 _HEAD_SUFFIXES = ("lm_head.weight", "embed_out.weight", "output.weight")
 
 
-def target_head(name: str) -> Tensor:
-    """The target's head [V, H], read from its files where they can be read without building the model."""
+def target_tables(name: str) -> tuple[Tensor, Tensor]:
+    """The target's embedding and head, [V, H] each, read from its files where that needs no model."""
     source = resolve_source(name)
     if source.random:
-        return random_head(name, torch.device("cpu"), torch.bfloat16).head_weight
+        made = random_head(name, torch.device("cpu"), torch.bfloat16)
+        return made.embed_weight, made.head_weight
     if source.gguf_file is None and source.adapter is None and Path(source.location).is_dir():
-        return find_embedding_weights(source.location)[1]
+        return find_embedding_weights(source.location)
     from dflash.target.capture import load_target
 
-    return load_target(name, "cpu", self_test=False).head_weight
+    target = load_target(name, "cpu", self_test=False)
+    return target.embed_weight, target.head_weight
 
 
 def find_embedding_weights(folder: str | Path) -> tuple[torch.Tensor, torch.Tensor]:

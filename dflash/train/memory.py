@@ -163,7 +163,7 @@ def _available(device: torch.device) -> int | None:
 def _gathered_bytes(drafter: DrafterConfig, parameters: int, captured: int, size: int) -> int:
     """What a rank holds beside its shards: the parts outside the layers and two layers, each with its gradient and the
     float32 copy that is sent."""
-    outside = captured * drafter.hidden_size**2
+    outside = captured * drafter.hidden_size**2 + drafter.selector_parameters()
     layer = (parameters - outside) // drafter.num_hidden_layers
     return (outside + min(2, drafter.num_hidden_layers) * layer) * (2 * size + 4)
 
@@ -187,6 +187,11 @@ def _step_bytes(config: RunConfig, drafter: DrafterConfig, captured: int, size: 
     h = drafter.hidden_size
     q, kv = drafter.num_attention_heads * drafter.head_dim, drafter.num_key_value_heads * drafter.head_dim
     layer = slots * (4 * h + 3 * drafter.intermediate_size + 2 * q + 2 * kv) + tokens * 4 * kv
+    if drafter.has_convolution:  # two more rows of H (fused: the sublayers' outputs) and the dynamic coefficients
+        taps = drafter.conv_kernel_size
+        layer += slots * ((2 if fused else 6 + 4 * taps) * h + 4 * taps * h // drafter.conv_group_size)
     chunk = CHUNK_ROWS if fused else DEFAULT_CHUNK_ROWS
     head = peak_bytes(rows, drafter.draft_vocab_size or drafter.vocab_size, chunk, size, config.train.soft_labels, fused)
+    if drafter.has_selector:  # codebook rows of the candidates, their scores and gradients
+        head += rows * drafter.selector_top_k * (2 * drafter.selector_rank * size + 32)
     return size * (drafter.num_hidden_layers * layer + 2 * tokens * h + 4 * slots * h) + head

@@ -27,6 +27,7 @@ from dflash.drafter.attention import DEFAULT_MAX_DENSE_BYTES
 from dflash.drafter.export import open_drafter
 from dflash.drafter.losses import describe_decay
 from dflash.drafter.model import DFlashDrafter
+from dflash.drafter.storage import with_parts
 from dflash.drafter.warm_start import WarmStartError, warm_start
 from dflash.errors import DataError
 from dflash.target.capture import Target, load_target
@@ -212,7 +213,7 @@ def make_drafter(
     if options.start_from is not None:
         drafter = open_drafter(options.start_from, target, resolved.dtype, device=device, **running)
         drafter.max_anchors = options.max_anchors
-        return drafter
+        return with_parts(drafter, resolved.drafter)
     ids = frequent_tokens(data.conversations, options.draft_vocab, resolved.target.end_ids)
     shape = replace(resolved.drafter, draft_vocab_size=None if ids is None else ids.numel())
     devices = [device] if device.type == "cuda" else []

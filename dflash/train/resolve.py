@@ -111,8 +111,8 @@ def _settle(config: RunConfig, topology: Topology, before: Before, nodes: int, g
     start = None if config.drafter.start_from is None else drafter_layout(config.drafter.start_from)
     target, options = config.target, config.drafter
     if start is not None:
-        drafter = DrafterConfig.from_dict(start["config"])
         target, options = _like_its_start(config, start)
+        drafter = DrafterConfig.from_dict(start["config"]).extended(**options.shape())
     else:
         drafter = _drafter_shape(config, shape)
     wanted, mask = target.target_layers, options.mask_token_id
@@ -176,7 +176,9 @@ def _drafter_shape(config: RunConfig, shape: Any) -> DrafterConfig:
             f"warm_start copies the target's last layers, and the target has {shape.num_hidden_layers}, fewer than "
             f"drafter_layers = {options.drafter_layers}; make the drafter smaller or switch warm_start off"
         )
-    return create_drafter_config(shape, options.drafter_layers, draft_vocab_size=options.draft_vocab or None)
+    return create_drafter_config(
+        shape, options.drafter_layers, draft_vocab_size=options.draft_vocab or None, **options.shape()
+    )
 
 
 def _like_its_start(config: RunConfig, layout: Mapping[str, Any]) -> tuple[Any, Any]:

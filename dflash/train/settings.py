@@ -20,8 +20,10 @@ from typing import Any
 import yaml
 
 from dflash.drafter.attention import BACKENDS
+from dflash.drafter.config import CODEBOOKS, DRAFTER_KINDS, SECOND_KIND
 from dflash.drafter.fp8_head import PRECISIONS
-from dflash.errors import ConfigError, refuse_seed, refuse_unknown
+from dflash.drafter.objective import MISSING
+from dflash.errors import ConfigError, refuse_below, refuse_seed, refuse_unknown
 
 MOST_PACKS_A_STEP = 4096
 
@@ -86,6 +88,13 @@ class DrafterOptions:
     attention: str = "auto"  # "auto", "flex", "triton", "sdpa" or "sdpa_chunked"
     max_dense_gib: float = 2.0  # bound of the dense backends
     head_precision: str = "same"  # training logits: "same" as the drafter's dtype, or "fp8" through a quantized head
+    sliding_window: int | tuple[int, ...] | None = None  # context tokens a layer sees: one number, or one a layer (0: all)
+    drafter_kind: str = "dflash"  # or "dflash2": with a local convolution and a candidate selector
+    conv_kernel_size: int = 2  # dflash2: slots that the convolution mixes; 0: no convolution
+    conv_group_size: int = 16  # channels that share its dynamic coefficients
+    selector_top_k: int = 16  # dflash2: candidates of a slot; 0: no selector
+    selector_rank: int = 256
+    selector_codebooks: str = "full"  # "full": a row for each token; "low_rank": a projection of the embedding
 
     def __post_init__(self) -> None:
         _require(self.drafter_layers >= 1, f"drafter_layers must be at least 1, got {self.drafter_layers}")
@@ -105,7 +114,27 @@ class DrafterOptions:
             self.head_precision in PRECISIONS,
             f"head_precision must be {' or '.join(PRECISIONS)}, got {self.head_precision!r}",
         )
+        for name, known in (("drafter_kind", DRAFTER_KINDS), ("selector_codebooks", CODEBOOKS)):
+            _require(getattr(self, name) in known, f"{name} must be {' or '.join(known)}, got {getattr(self, name)!r}")
+        refuse_below(0, conv_kernel_size=self.conv_kernel_size, selector_top_k=self.selector_top_k)
+        refuse_below(1, conv_group_size=self.conv_group_size, selector_rank=self.selector_rank)
+        _require(
+            self.conv_kernel_size <= self.block_size,
+            f"conv_kernel_size {self.conv_kernel_size} is more than the {self.block_size} slots of a block (block_size)",
+        )
+        windows = self.sliding_window if isinstance(self.sliding_window, tuple) else (self.sliding_window or 0,)
+        _require(
+            len(windows) in (1, self.drafter_layers) and min(windows) >= 0,
+            f"sliding_window must be one number of tokens, or one for each of {self.drafter_layers} layers (0: the whole "
+            f"document), got {self.sliding_window}",
+        )
         _require(0 < self.max_dense_gib < math.inf, f"max_dense_gib must be positive and finite, got {self.max_dense_gib}")
+
+    def shape(self) -> dict[str, Any]:
+        """What `create_drafter_config` takes beside the target's config and the number of layers."""
+        windows = self.sliding_window if isinstance(self.sliding_window, tuple) else (self.sliding_window,)
+        windows = tuple(window or None for window in windows * (self.drafter_layers if len(windows) == 1 else 1))
+        return {name: getattr(self, name) for name in SECOND_KIND} | {"sliding_window": windows if any(windows) else None}
 
 
 @dataclass(frozen=True)
@@ -124,6 +153,8 @@ class TrainOptions:
     gamma: float | None = 10.0  # decay of slot weights; None: uniform; 0: slot 1 only
     soft_labels: bool = False  # KL to the target's distribution instead of cross entropy to the token
     reduction: str = "weight_mean"
+    selector_alpha: float = 1.0  # dflash2: weight of the candidate selector's loss
+    selector_missing: str = "replace"  # right token no candidate: it "replace"s the weakest in the loss, or "skip" the slot
     dtype: str = "auto"  # compute dtype; masters are float32
     features: str = "auto"  # "offline" (captured once, cached), "online", or "auto" by cache_gib
     cache_gib: float = 2.0  # bound of the feature cache in memory
@@ -151,7 +182,11 @@ class TrainOptions:
             f"max_minutes must be positive and finite, or None, got {self.max_minutes}",
         )
         _require(0 <= self.min_lr_ratio <= 1, f"min_lr_ratio must be between 0 and 1, got {self.min_lr_ratio}")
-        for name in ("weight_decay", "cache_gib"):
+        _require(
+            self.selector_missing in MISSING,
+            f"selector_missing must be {' or '.join(MISSING)}, got {self.selector_missing!r}",
+        )
+        for name in ("weight_decay", "cache_gib", "selector_alpha"):
             _require(0 <= getattr(self, name) < math.inf, f"{name} must be finite and at least 0, got {getattr(self, name)}")
         _require(
             self.gamma is None or (math.isfinite(self.gamma) and self.gamma >= 0),

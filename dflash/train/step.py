@@ -71,6 +71,8 @@ class Replica:
             use_soft_labels=self.options.soft_labels,
             gamma=self.options.gamma,
             reduction=self.options.reduction,
+            selector_alpha=self.options.selector_alpha,
+            selector_missing=self.options.selector_missing,
             anchors=item.anchors,
             denominator=denominator,
         )
@@ -90,13 +92,16 @@ class Replica:
         return torch.stack([norm.double(), self.optimizer.all_finite().double()])
 
 
-SCALARS = ("loss", "weight", "supervised_slots", "blocks", "accepted")
-PER_SLOT = ("correct_by_slot", "supervised_by_slot", "accepted_by_slot")
+SCALARS = ("loss", "weight", "supervised_slots", "blocks", "accepted", "selector_loss")
+SELECTOR = ("argmax_accepted_by_slot", "recalled_by_slot", "oracle_accepted_by_slot")  # zero without a selector
+PER_SLOT = ("correct_by_slot", "supervised_by_slot", "accepted_by_slot", *SELECTOR)
 
 
 def metric_sums(metrics: dict[str, Tensor]) -> Tensor:
     """The drafter's metrics as one float64 vector, so that items and replicas are added and read at once."""
-    return torch.cat([torch.stack([metrics[n].double() for n in SCALARS]), *(metrics[n].double() for n in PER_SLOT)])
+    slots = torch.zeros_like(metrics["correct_by_slot"], dtype=torch.float64)
+    scalars = [metrics[n].double() if n in metrics else slots.sum() for n in SCALARS]
+    return torch.cat([torch.stack(scalars), *(metrics[n].double() if n in metrics else slots for n in PER_SLOT)])
 
 
 def read_sums(values: list[float]) -> dict[str, float | list[float]]:
@@ -106,13 +111,22 @@ def read_sums(values: list[float]) -> dict[str, float | list[float]]:
     for i, name in enumerate(PER_SLOT):
         start = len(SCALARS) + i * slots
         sums[name] = values[start : start + slots]
-    blocks = sums["blocks"]
-    return {
+    blocks, supervised = sums["blocks"], sums["supervised_by_slot"]
+    more = {}
+    if sums["selector_loss"]:
+        more = {
+            "selector_loss": sums["selector_loss"],
+            "argmax_length": 1 + sum(sums["argmax_accepted_by_slot"]) / blocks,
+            "oracle_length": 1 + sum(sums["oracle_accepted_by_slot"]) / blocks,
+            "oracle_by_slot": [a / blocks for a in sums["oracle_accepted_by_slot"]],
+            "recall_by_slot": [r / n if n else None for r, n in zip(sums["recalled_by_slot"], supervised, strict=True)],
+        }
+    return more | {
         "loss": sums["loss"],
         "supervised_slots": int(sums["supervised_slots"]),
         "blocks": int(blocks),
         "acceptance_length": 1 + sums["accepted"] / blocks if blocks else None,
-        "accuracy": [c / n if n else None for c, n in zip(sums["correct_by_slot"], sums["supervised_by_slot"], strict=True)],
+        "accuracy": [c / n if n else None for c, n in zip(sums["correct_by_slot"], supervised, strict=True)],
         "acceptance_by_slot": [a / blocks if blocks else None for a in sums["accepted_by_slot"]],
     }
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dflash.drafter.kernels import pointwise
+from dflash.drafter.kernels import convolution, pointwise
 
 HalfRotary = tuple[Tensor, Tensor]  # cos, sin, each [P, D / 2] float32
 # One product for q, k and v instead of three. Weight gradients of k and v alone are too narrow to fill a large GPU, and
@@ -30,41 +30,79 @@ def _flat(x: Tensor) -> Tensor:
     return x[0].transpose(0, 1).reshape(x.shape[2], -1)
 
 
-def _sum_rows(dx: Tensor, slots: int) -> Tensor:
-    """Gradients of A blocks of S rows [A * S, C] -> [A + 1, C]: slot 0 of each block, then the sum of the others."""
+def _sum_rows(dx: Tensor, slots: int, lead: int) -> Tensor:
+    """Gradients of A blocks of S rows [A * S, C] -> those of the distinct rows that they were made from (`Projection`)."""
     blocks = dx.view(-1, slots, dx.shape[-1])
-    rest = blocks[:, 1:].sum((0, 1), dtype=torch.float32)
-    return torch.cat([blocks[:, 0], rest[None].to(dx.dtype)])
+    if lead == 1:
+        rest = blocks[:, 1:].sum((0, 1), dtype=torch.float32)
+        return torch.cat([blocks[:, 0], rest[None].to(dx.dtype)])
+    rest = blocks[:, lead - 1 :].sum(1, dtype=torch.float32)
+    return torch.cat([blocks[:, : lead - 1], rest[:, None].to(dx.dtype)], 1).flatten(0, 1)
+
+
+class _Entering:
+    """The entering side of a convolution around a sublayer whose normed input is y [P, H], or nothing without one.
+
+    Args:
+        weights: base of the entering side [K, H] and P [2 * K * G, H]; empty: no convolution. slots: rows of a block.
+    """
+
+    def __init__(self, y: Tensor, weights: tuple[Tensor, ...], slots: int):
+        self.y, self.x, self.slots, self.base = y, y, slots, None
+        if weights:
+            self.base, self.projection = weights
+            self.delta = y @ self.projection.T
+            self.half = self.delta.shape[1] // 2
+            self.x = convolution.convolve(y, self.base, self.delta[:, : self.half], slots)
+
+    def backward(self, dx: Tensor, dleaving: Tensor | None) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Gradients of y and of the weights, from those of `x` and of the leaving side's coefficients."""
+        if self.base is None:
+            return dx, ()
+        ddelta = torch.empty_like(self.delta)
+        entering, leaving = ddelta.split(self.half, 1)
+        leaving.zero_() if dleaving is None else leaving.copy_(dleaving)
+        coefficients = self.delta[:, : self.half]
+        dy, dbase = convolution.convolve_backward(self.y, self.base, coefficients, dx.contiguous(), entering, self.slots)
+        return dy.addmm_(ddelta, self.projection), (dbase, ddelta.T @ self.y)
 
 
 @dataclass(frozen=True)
 class Projection:
     """What `ProjectQKV` needs beside tensors that learn: half rotary tables of context and slots, the norms' eps, slots of
-    a block. With a row_map (first layer), x holds the A + 1 distinct rows [anchor tokens, mask token] and the Q = A *
-    slots rows are made from them after the projections."""
+    a block. With a row_map (first layer), x holds only rows that differ, and the Q = A * slots rows are made from them
+    after the projections: [anchor tokens, mask token], A + 1 rows, or under a convolution of K taps the first `lead` =
+    K + 1 slots of each block, the last of which all later slots equal."""
 
     context_rotary: HalfRotary
     rotary: HalfRotary
     eps: float
     slots: int
     row_map: Tensor | None = None
+    lead: int = 1
 
 
 class ProjectQKV(torch.autograd.Function):
     """Norm, projections, head norms and rotary of one layer, K and V joined with the context's.
 
     Inputs: a `Projection`; x, delta [P, H] (delta None: no residual to add); the context's K before its norm and V, each
-    [T, Nkv * D]; the weights of norm, q, k, v, q norm and k norm.
+    [T, Nkv * D]; the weights of norm, q, k, v, q norm and k norm, and of the convolution (`_Entering`) where there is one.
 
-    Outputs: x + delta [P, H], q [1, Nq, Q, D], k and v [1, Nkv, T + Q, D].
+    Outputs: x + delta [P, H], q [1, Nq, Q, D], k and v [1, Nkv, T + Q, D], and the coefficients of the convolution's
+    leaving side [Q, K * G] or None.
     """
 
     @staticmethod
     def forward(ctx, how, x, delta, context_k, context_v, *weights):
-        norm_weight, wq, wk, wv, q_norm, k_norm = weights
+        (norm_weight, wq, wk, wv, q_norm, k_norm), around = weights[:6], weights[6:]
         context_rotary, rotary, eps, row_map = how.context_rotary, how.rotary, how.eps, how.row_map
         d = q_norm.shape[0]
         total, y, rstd = pointwise.norm_forward(x, delta, norm_weight, eps)
+        entered = _Entering(y, around, how.slots if row_map is None else how.lead)
+        y, leaving = entered.x, None
+        if around:
+            leaving = entered.delta[:, entered.half :]
+            leaving = leaving if row_map is None else leaving.index_select(0, row_map)
         queries, context = rotary[0].shape[0], context_k.shape[0]
         ctx.joint = JOINT_QKV
         if ctx.joint:
@@ -86,11 +124,11 @@ class ProjectQKV(torch.autograd.Function):
         ctx.save_for_backward(total, rstd, *weights, q_raw, k_raw, context_k)
         ctx.how, ctx.residual = how, delta is not None
         ctx.set_materialize_grads(False)  # the first layer's residual is frozen: no gradient arrives for `total`
-        return total, _heads(q, d)[None], _heads(k, d)[None], _heads(v, d)[None]
+        return total, _heads(q, d)[None], _heads(k, d)[None], _heads(v, d)[None], leaving
 
     @staticmethod
-    def backward(ctx, dtotal, dq, dk, dv):
-        total, rstd, norm_weight, wq, wk, wv, q_norm, k_norm, q_raw, k_raw, context_k = ctx.saved_tensors
+    def backward(ctx, dtotal, dq, dk, dv, dleaving):
+        total, rstd, norm_weight, wq, wk, wv, q_norm, k_norm, *around, q_raw, k_raw, context_k = ctx.saved_tensors
         (cos_c, sin_c), (cos, sin), row_map, eps = ctx.how.context_rotary, ctx.how.rotary, ctx.how.row_map, ctx.how.eps
         context, queries = context_k.shape[0], cos.shape[0]
         dq, dk = (g if g.stride(-1) == 1 else g.contiguous() for g in (dq, dk))
@@ -106,33 +144,66 @@ class ProjectQKV(torch.autograd.Function):
         dk_norm = back(k_raw, k_norm, cos, sin, eps, dk[0, :, context:], dk_raw, row_map)
         dk_norm += back(context_k, k_norm, cos_c, sin_c, eps, dk[0, :, :context], dcontext_k)
         dv = _flat(dv)
+        lead = ctx.how.lead
         y = pointwise.norm_again(total, rstd, norm_weight)
+        entered = _Entering(y, tuple(around), ctx.how.slots if row_map is None else lead)
+        y = entered.x
+        if row_map is not None and dleaving is not None:
+            dleaving = _sum_rows(dleaving, ctx.how.slots, lead)
         if ctx.joint:
             dv_raw.copy_(dv[context:])
-            joint = joint if row_map is None else _sum_rows(joint, ctx.how.slots)
+            joint = joint if row_map is None else _sum_rows(joint, ctx.how.slots, lead)
             dy, weights = joint @ torch.cat([wq, wk, wv]), (joint.T @ y).split(sizes)
         else:
             parts = (dq_raw, dk_raw, dv[context:])
             if row_map is not None:
-                parts = tuple(_sum_rows(part, ctx.how.slots) for part in parts)
+                parts = tuple(_sum_rows(part, ctx.how.slots, lead) for part in parts)
             dy = parts[0] @ wq
             dy.addmm_(parts[1], wk).addmm_(parts[2], wv)
             weights = [part.T @ y for part in parts]
+        dy, daround = entered.backward(dy, dleaving)
         dx, dnorm = pointwise.norm_backward(total, rstd, norm_weight, dy, dtotal)
         dnorms = dq_norm.to(q_norm.dtype), dk_norm.to(k_norm.dtype)
-        return None, dx, dx if ctx.residual else None, dcontext_k, dv[:context], dnorm, *weights, *dnorms
+        return None, dx, dx if ctx.residual else None, dcontext_k, dv[:context], dnorm, *weights, *dnorms, *daround
+
+
+class Leave(torch.autograd.Function):
+    """The attention's output projection and the leaving side of its convolution: heads [Q, Nq * D], wo, base [K, H] and
+    coefficients [Q, K * G] -> [Q, H]. The projection is made again in backward rather than kept."""
+
+    @staticmethod
+    def forward(ctx, heads, wo, base, delta, slots):
+        ctx.save_for_backward(heads, wo, base, delta)
+        ctx.slots = slots
+        return convolution.convolve(heads @ wo.T, base, delta, slots)
+
+    @staticmethod
+    def backward(ctx, dout):
+        heads, wo, base, delta = ctx.saved_tensors
+        ddelta = torch.empty(delta.shape, dtype=delta.dtype, device=delta.device)
+        dz, dbase = convolution.convolve_backward(heads @ wo.T, base, delta, dout.contiguous(), ddelta, ctx.slots)
+        return dz @ wo, dz.T @ heads, dbase, ddelta, None
 
 
 class Mlp(torch.autograd.Function):
-    """(x + delta, SwiGLU MLP of its norm) of x, delta [P, H]. Its backward pass can run once only."""
+    """(x + delta, SwiGLU MLP of its norm) of x, delta [P, H]. Its backward pass can run once only.
+
+    Weights: of norm, gate, up and down; with a convolution of blocks of `slots` rows around it also those of `_Entering`
+    and the base of the leaving side [K, H].
+    """
 
     @staticmethod
-    def forward(ctx, x, delta, norm_weight, w_gate, w_up, w_down, eps):
+    def forward(ctx, x, delta, eps, slots, *weights):
+        (norm_weight, w_gate, w_up, w_down), around = weights[:4], weights[4:]
         total, y, rstd = pointwise.norm_forward(x.contiguous(), delta.contiguous(), norm_weight, eps)
-        gate, up = y @ w_gate.T, y @ w_up.T
-        ctx.save_for_backward(total, rstd, norm_weight, w_gate, w_up, w_down)
-        ctx.inner = (gate, up)  # overwritten in backward, so not for save_for_backward's version check
-        return total, pointwise.swiglu(gate, up) @ w_down.T
+        entered = _Entering(y, around[:2], slots)
+        gate, up = entered.x @ w_gate.T, entered.x @ w_up.T
+        z = out = pointwise.swiglu(gate, up) @ w_down.T
+        if around:
+            out = convolution.convolve(z, around[2], entered.delta[:, entered.half :], slots)
+        ctx.save_for_backward(total, rstd, *weights, *((z,) if around else ()))
+        ctx.inner, ctx.slots = (gate, up), slots  # overwritten in backward, so not for save_for_backward's version check
+        return total, out
 
     @staticmethod
     def backward(ctx, dtotal, dout):
@@ -141,19 +212,26 @@ class Mlp(torch.autograd.Function):
                 "the MLP's saved activations are gone after one backward pass; run forward again "
                 "(retain_graph=True has no effect on this path)"
             )
-        total, rstd, norm_weight, w_gate, w_up, w_down = ctx.saved_tensors
+        total, rstd, norm_weight, w_gate, w_up, w_down, *around = ctx.saved_tensors
         (gate, up), ctx.inner = ctx.inner, None
         dout = dout.contiguous()
+        entered = _Entering(pointwise.norm_again(total, rstd, norm_weight), tuple(around[:2]), ctx.slots)
+        dleaving, last = None, ()
+        if around:
+            leaving = entered.delta[:, entered.half :]
+            dleaving = torch.empty(leaving.shape, dtype=leaving.dtype, device=leaving.device)
+            dout, dbase = convolution.convolve_backward(around[3], around[2], leaving, dout, dleaving, ctx.slots)
+            last = (dbase,)
         product = dout @ w_down  # gradient of the product, replaced by the product itself
         pointwise.swiglu_backward_(gate, up, product)
         dw_down = dout.T @ product
         del product
-        y = pointwise.norm_again(total, rstd, norm_weight)
-        dw_gate, dw_up = gate.T @ y, up.T @ y
+        dw_gate, dw_up = gate.T @ entered.x, up.T @ entered.x
         dy = gate @ w_gate
         dy.addmm_(up, w_up)
+        dy, daround = entered.backward(dy, dleaving)
         dx, dnorm = pointwise.norm_backward(total, rstd, norm_weight, dy, dtotal)
-        return dx, dx, dnorm, dw_gate, dw_up, dw_down, None
+        return dx, dx, None, None, dnorm, dw_gate, dw_up, dw_down, *daround, *last
 
 
 class TakeRows(torch.autograd.Function):
