@@ -415,6 +415,32 @@ def test_minutes_before_the_first_step_are_not_silent(tmp_path):
     assert "captured" not in one_line(series) and "captured" not in status_html(series)
 
 
+def test_a_capture_reports_its_progress_and_the_time_left(monkeypatch):
+    from types import SimpleNamespace
+
+    from dflash.target.features import CachedFeatures
+    from dflash.train import prepare
+
+    class Slow(CachedFeatures):
+        def __init__(self):
+            self.now = 100.0
+
+        def prepare(self, packs, progress):
+            for done in range(1, len(packs) + 1):
+                self.now += 3.0
+                progress(done, len(packs), 341.0)
+
+    source, lines = Slow(), []
+    monkeypatch.setattr(prepare, "time", SimpleNamespace(perf_counter=lambda: source.now))
+    prepare.capture_features(source, SimpleNamespace(held_out_packs=[0], train_packs=[1] * 6), lines.append)
+    assert lines == [
+        "captured 2 of 7 packs at 341 tokens/s, about 15 s left",
+        "captured 4 of 7 packs at 341 tokens/s, about 9.0 s left",
+        "captured 6 of 7 packs at 341 tokens/s, about 3.0 s left",
+        "captured 7 of 7 packs at 341 tokens/s",
+    ]
+
+
 def test_a_crowded_legend_stands_beside_its_plot(tmp_path):
     path = write_run(tmp_path, steps=8, devices=8)
     series = RunSeries(path)

@@ -50,7 +50,7 @@ def main(arguments: Any) -> int:
         return REFUSED
     words = {OK: "finished", KILLED: "its kernel was KILLED", INTERRUPTED: "was interrupted"}
     print(f"{launched.out} {words.get(launched.code, 'FAILED')} after {launched.seconds:.0f} s", file=sys.stderr)
-    if launched.code != OK and launched.verdict.error:
+    if launched.code not in (OK, INTERRUPTED) and launched.verdict.error:
         print(launched.verdict.error[:2000], file=sys.stderr)
     if launched.report is not None:
         print(f"report: {launched.report}", file=sys.stderr)

@@ -5,6 +5,7 @@ The text is read first: a file or conversations that cannot be used are refused 
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -39,6 +40,7 @@ from dflash.target.speed import preflight
 from dflash.target.spread import shard_target
 from dflash.train.plan import Planner
 from dflash.train.resolved import ResolvedRun
+from dflash.views.style import duration
 
 Say = Callable[[str], None]
 _DRAWN_ON_CPU = 500_000_000  # weights; about five seconds
@@ -185,15 +187,19 @@ def make_run_source(resolved: ResolvedRun, target: Target, data: Data, device: t
 
 
 def capture_features(source: FeatureSource, data: Data, say: Say) -> None:
-    """Fill an offline feature cache, saying how far it is about every five seconds. Online sources need nothing."""
+    """Fill an offline feature cache; reports progress and time left every five seconds. Online sources need nothing."""
     if not isinstance(source, CachedFeatures):
         return
     packs = data.held_out_packs + data.train_packs
-    every = max(1, len(packs) // 10)
+    began = said = time.perf_counter()
 
     def progress(done: int, total: int, rate: float) -> None:
-        if done % every == 0 or done == total:
-            say(f"captured {done} of {total} packs at {rate:,.0f} tokens/s")
+        nonlocal said
+        now = time.perf_counter()
+        if done == total or now - said >= 5:
+            said = now
+            left = f", about {duration((now - began) / done * (total - done))} left" if done < total else ""
+            say(f"captured {done} of {total} packs at {rate:,.0f} tokens/s{left}")
 
     source.prepare(packs, progress)
 
