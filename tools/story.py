@@ -6,7 +6,7 @@
 
 `notebooks/05_train.ipynb` with a target of random weights of the Qwen3.6-27B shape and the full-size drafter: packs of
 40,000 tokens, 1024 anchors x 32, gamma 10, five captured layers. Near its time limit a run is asked to stop after the
-step at hand, so the notebook ends in good order. All numbers come from the runs' metrics.jsonl. $OUT (default ./out)
+step at hand, so that the notebook ends by itself. All numbers come from the runs' metrics.jsonl. $OUT (default ./out)
 gets story.json, the executed notebooks and the runs.
 """
 

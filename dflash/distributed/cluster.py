@@ -1,4 +1,4 @@
-"""torchrun's view of a run: which rank does what, the wishes between ranks, and how a failure ends all of them.
+"""torchrun's view of a run: which rank does what, requests between ranks, and how a failure ends all of them.
 
 On every node ranks 0..D-1 draft and the others run the target (with targets and drafters on the same devices, every
 rank does both). Rank 0 of node 0 is the first drafter: it plans, records, evaluates and saves.

@@ -290,7 +290,7 @@ class DFlashDrafter(nn.Module):
         return rotary_tables(positions, self.config.head_dim, self.config.rope_theta)
 
     def _check(self, all_hidden_states, verifier_last_hidden, input_ids, loss_mask, lengths, position_ids) -> None:
-        """Refuse wrong shapes at the door."""
+        """Refuse wrong shapes before anything is computed."""
         n, h = len(self.target_layer_ids), self.config.hidden_size
         if all_hidden_states.dim() == 4:
             shape = list(all_hidden_states.shape)

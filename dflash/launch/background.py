@@ -73,7 +73,7 @@ class BackgroundRun:
         """The function's result. Raises its exception; RunError when it is still running after `timeout`
         seconds.
 
-        Interrupting the wait (Kernel > Interrupt) asks the run to stop in good order.
+        Interrupting the wait (Kernel > Interrupt) asks the run to stop after its step.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         try:

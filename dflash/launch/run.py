@@ -69,7 +69,7 @@ def train_run(
         say: also gets each line of progress (the run's log always does).
         data: what `prepare_data` gave, if it was already called.
 
-    Ctrl-C ends the run in good order with a checkpoint. Any other error is recorded and raised.
+    Ctrl-C ends the run after its step, with a checkpoint. Any other error is recorded and raised.
 
     Raises: RunError where another process trains this run; ConfigError, TargetError or ResumeError where it cannot go on
     with these settings. Of these nothing is recorded.

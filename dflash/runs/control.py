@@ -1,6 +1,6 @@
 """Pause, resume, stop, checkpoint now, evaluate now: from a button, a terminal, or another process.
 
-`control.json` in the run folder is the one place where wishes are kept, so the same buttons steer a thread of
+`control.json` in the run folder is the one place for requests, so the same buttons steer a thread of
 this process and a torchrun child. The loop that trains asks at each step boundary:
 
     control = RunControl(run.path, run.metrics)

@@ -1,7 +1,7 @@
 """How fast a target runs here, and whether a hybrid one runs without its fast kernels.
 
 A hybrid target without `flash-linear-attention` takes transformers' reference path: right, but much slower, and
-only a log line says so. The preflight measures and says it once, in words that can be acted on.
+only a log line says so. The preflight measures it and reports once what to change.
 """
 
 from __future__ import annotations

@@ -180,7 +180,7 @@ def newest_state(
     run_path: str | Path, whole: bool = True, say: Callable[[str], None] = lambda line: None
 ) -> tuple[Path, dict[str, Any]]:
     """The newest checkpoint whose state can be read, and its state; one that is complete by its sizes and cannot be read
-    is passed over and said.
+    is skipped and reported.
 
     Args:
         whole: as for `load_trainer_state`.

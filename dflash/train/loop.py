@@ -165,8 +165,8 @@ class Trainer:
         self._clock = time.perf_counter()
 
     def try_save(self, step: int) -> None:
-        """A checkpoint that training does not end for: a full disk is said aloud, and the next one is tried in its time.
-        The checkpoint at the end of a run is no such one."""
+        """A checkpoint during training. A full disk is reported, and training goes on to the next checkpoint; only the last
+        checkpoint of a run has to succeed."""
         try:
             self.save(step)
         except RunError as error:

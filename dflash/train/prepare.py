@@ -155,7 +155,7 @@ def prepare(resolved: ResolvedRun, say: Say = lambda line: None, data: Data | No
 
 def load_run_target(resolved: ResolvedRun, device: torch.device, say: Say = lambda line: None, **options) -> Target:
     """The run's target on one device; `options` are `load_target`'s. Where a run's numbers measure speed and memory alone,
-    its record says so."""
+    its record says that."""
     target = load_target(
         resolved.target.name,
         device=device,

@@ -159,7 +159,7 @@ def _refuse_kernel(name: str) -> None:
 def _conclude(code: int, out: Path, seconds: float, static: bool, reason: str = "") -> Launched:
     """Judge the output by its cells, mark what papermill leaves unmarked, and build the report.
 
-    `reason` is what ended it where that is not what a cell raised, for example a time limit.
+    `reason`: what ended it, if no cell raised that (a time limit, for example).
     """
     executed = nbformat.read(out, as_version=4)
     outcome = verdict(executed)
