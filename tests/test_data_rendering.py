@@ -139,6 +139,16 @@ def test_a_template_that_cannot_be_split_refuses_the_chat_instead_of_masking_wro
         ChatRenderer(chat_tokenizer(UNSPLITTABLE))([user("a"), answer("b")])
 
 
+@pytest.mark.parametrize("tags", [True, False])
+def test_a_template_that_takes_parts_alone_leaves_the_answer_out_and_is_refused(tags):
+    """Templates of some image models write `content[i].text`; of a plain text they write the end token alone."""
+    inner = "{% for part in m['content'] if part['text'] %}{{ part['text'] }}{% endfor %}<|end|>"
+    tagged = "{% generation %}" + inner + "{% endgeneration %}" if tags else inner
+    template = CHATML.replace("{{ m['content'] }}<|end|>", tagged)
+    with pytest.raises(UnusableRow, match="an answer that the chat template leaves out|refused it"):
+        ChatRenderer(chat_tokenizer(template))([user("a"), answer("b")])
+
+
 def test_no_chat_template_says_what_to_do():
     with pytest.raises(DataError, match="has no chat template, as a base model has none; give one"):
         ChatRenderer(chat_tokenizer(None))

@@ -219,10 +219,10 @@ class _Rendering:
         )
         if rendered[0] != self.whole:
             raise UnusableRow("a chat template that renders otherwise with its generation tags")
-        spans, lower = [(int(start), int(end)) for start, end in marked[0]], 0
+        spans, lower, places = [(int(start), int(end)) for start, end in marked[0]], 0, self._places()
         if not _EMPTY_THOUGHT.search(self.whole):
             return spans
-        for index, here in self._places().items():
+        for index, here in places.items():
             begin = self._empty_thought(here, lower, self._start(index, here, lower))
             if begin:
                 parts = [part for start, end in spans for part in ((start, min(end, lower)), (max(start, begin), end))]
