@@ -16,6 +16,8 @@ from dflash.data.generate.prompts import read_prompts
 from dflash.errors import DataError
 from dflash.evaluate.whole import EvaluateOptions
 from dflash.evaluate.whole import _prompts as evaluate_prompts
+from dflash.launch.run import start_run, train_run
+from dflash.runs.record import read_metrics
 from dflash.train.prepare import prepare, prepare_data
 from dflash.train.resolve import resolve
 from dflash.train.settings import RunConfig
@@ -254,19 +256,21 @@ def test_a_thousand_good_rows_and_one_of_each_bad_kind(tmp_path, tags):
         assert reason in table and f"a.jsonl line {line}" in report.places[reason][0]
 
 
-def test_a_run_on_such_a_file_is_made_ready_and_says_what_it_left_out(tmp_path):
+def test_a_run_on_such_a_file_ends_well_and_its_record_names_each_bad_row(tmp_path):
     save_material(tmp_path, chat_target().model, chat_tokenizer(STRICT))
-    mixed_file(tmp_path / "data.jsonl", 230)
-    rows = [{"messages": [{"role": "user", "content": f"say {n}"}, GOOD["messages"][1]]} for n in range(40)]
+    at = mixed_file(tmp_path / "data.jsonl", 1000)
+    rows = [{"messages": [{"role": "user", "content": f"say {n}"}, GOOD["messages"][1]]} for n in range(4)]
     with open(tmp_path / "data.jsonl", "a") as out:
         out.write("".join(json.dumps(row) + "\n" for row in rows))
     config = RunConfig.from_parameters(
         target=str(tmp_path / "target"), data=str(tmp_path / "data.jsonl"), pack_length=128, num_captured=1, block_size=4,
-        max_anchors=8, drafter_layers=1, held_out=4,
+        max_anchors=8, drafter_layers=1, held_out=1, steps=2, eval_every=0, gpus="cpu", features="online",
     )  # fmt: skip
-    job = prepare(resolve(config))
-    assert job.data.report.skipped == dict.fromkeys(BAD, 1)
-    assert all(reason in job.data.report.table() for reason in BAD), "which a run says before it loads anything"
+    run = start_run(config, tmp_path / "runs")
+    assert train_run(run, config).status == "completed"
+    logged = "\n".join(record["message"] for record in read_metrics(run.path)[0] if record["kind"] == "log")
+    for reason, line in at.items():
+        assert reason in logged and f"data.jsonl line {line}" in logged
 
 
 def test_too_many_bad_rows_stop_the_run_with_the_table_before_the_target_is_loaded(tmp_path, monkeypatch):
