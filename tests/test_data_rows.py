@@ -109,6 +109,7 @@ def write_all(root):
     (root / "bom.jsonl").write_bytes(b"\xef\xbb\xbf" + line.encode() + b"\n")
     (root / "a.jsonl.gz").write_bytes(gzip.compress(line.encode()))
     (root / "a.json").write_text(json.dumps([CHAT]))
+    (root / "a.json.gz").write_bytes(gzip.compress(json.dumps([CHAT]).encode()))
     (root / "lines.json").write_text(line + "\n" + line + "\n")
     parquet(root / "a.parquet", [CHAT])
     dataset_folder(root / "saved", [CHAT])
@@ -123,6 +124,7 @@ def write_all(root):
         "bom.jsonl",
         "a.jsonl.gz",
         "a.json",
+        "a.json.gz",
         "lines.json",
         "a.parquet",
         "saved",
@@ -152,8 +154,16 @@ def test_a_prompts_file_of_lines_may_have_a_byte_order_mark_and_be_packed(tmp_pa
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfone\ntwo\n")
     (tmp_path / "b.txt.gz").write_bytes(gzip.compress(b"one\ntwo\n"))
     (tmp_path / "c.jsonl").write_bytes(b'\xef\xbb\xbf{"prompt": "one"}\n{"prompt": [{"role": "user", "content": "two"}]}\n')
-    for name in ("a.txt", "b.txt.gz", "c.jsonl"):
+    (tmp_path / "plain").write_text("one\ntwo\n")
+    for name in ("a.txt", "b.txt.gz", "c.jsonl", "plain"):
         assert [chat.last_question for _, chat in read_prompts(tmp_path / name).chats] == ["one", "two"]
+
+
+def test_a_table_is_not_taken_for_prompts_line_by_line(tmp_path):
+    for name in ("a.csv", "a.xlsx", "a.jsonl.zst"):
+        (tmp_path / name).write_text("id,question\n1,why\n")
+        with pytest.raises(DataError, match="has an unknown ending; wanted .jsonl"):
+            read_prompts(tmp_path / name)
 
 
 FIELDS = (

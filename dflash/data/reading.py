@@ -16,8 +16,8 @@ from typing import Any
 from dflash.data.chat import UnusableRow
 from dflash.errors import DataError
 
-_SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".parquet", ".arrow")
-_TEXT = (".txt", ".txt.gz")
+_SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet", ".arrow")
+_TEXT = (".txt", ".txt.gz", ".md")
 Row = dict | UnusableRow
 
 
@@ -25,7 +25,7 @@ def data_files(path: str | Path | list, split: str = "train", text: bool = False
     """The files that `path` stands for, in a fixed order; several paths as a list or with commas between.
 
     A folder may hold data files, be written by `datasets` (`save_to_disk`), or hold one such folder per split. Hidden
-    files and folders in it are no data. `text` takes a named file of any ending, as lines.
+    files and folders in it are no data. `text` takes plain text too, also without an ending.
     """
     if isinstance(path, str) and "," in path and not Path(path).exists():
         path = [part.strip() for part in path.split(",") if part.strip()]
@@ -35,8 +35,9 @@ def data_files(path: str | Path | list, split: str = "train", text: bool = False
     if not path.exists():
         raise DataError(f"data file {path} does not exist")
     if path.is_file():
-        if not text and not path.name.endswith(_SUFFIXES):
-            raise DataError(f"data file {path} has an unknown ending; wanted {', '.join(_SUFFIXES)}")
+        wanted = _SUFFIXES + (_TEXT if text else ())
+        if not path.name.endswith(wanted) and (path.suffix or not text):
+            raise DataError(f"data file {path} has an unknown ending; wanted {', '.join(wanted)}")
         return [path]
     if (path / "dataset_dict.json").is_file():
         splits = json.loads((path / "dataset_dict.json").read_text())["splits"]
@@ -57,9 +58,10 @@ def data_files(path: str | Path | list, split: str = "train", text: bool = False
 
 def iter_rows(path: str | Path | list, split: str = "train", text: bool = False) -> Iterator[tuple[str, Row]]:
     """Yield `(place, row)`. With `text`, a line that is no JSON object is a row with that line as its `prompt`."""
-    readers = {".parquet": _parquet_rows, ".arrow": _arrow_rows, ".json": _json_rows}
+    readers = {".parquet": _parquet_rows, ".arrow": _arrow_rows, ".json": _json_rows, ".json.gz": _json_rows}
     for file in data_files(path, split, text):
-        rows = readers[file.suffix](file) if file.suffix in readers else _line_rows(file, text)
+        ending = next((ending for ending in readers if file.name.endswith(ending)), None)
+        rows = readers[ending](file) if ending else _line_rows(file, text)
         try:
             yield from rows
         except DataError:
@@ -68,9 +70,12 @@ def iter_rows(path: str | Path | list, split: str = "train", text: bool = False)
             raise DataError(f"{file} cannot be read ({error}); is it a whole {file.suffix} file?") from error
 
 
+def _opened(file: Path):
+    return gzip.open(file, "rb") if file.suffix == ".gz" else open(file, "rb")
+
+
 def _line_rows(file: Path, text: bool) -> Iterator[tuple[str, Row]]:
-    opener = gzip.open if file.suffix == ".gz" else open
-    with opener(file, "rb") as lines:
+    with _opened(file) as lines:
         for number, line in enumerate(lines, 1):
             if line.strip():
                 yield f"{file} line {number}", _line_row(line, text)
@@ -96,7 +101,8 @@ def _line_row(line: bytes, text: bool) -> Row:
 def _json_rows(file: Path) -> Iterator[tuple[str, Row]]:
     """A `.json` file holds one list (the usual ShareGPT download), read whole; some hold one object a line."""
     try:
-        rows = json.loads(file.read_text(encoding="utf-8-sig"))
+        with _opened(file) as content:
+            rows = json.loads(content.read().decode("utf-8-sig"))
     except ValueError as error:
         if getattr(error, "msg", "") == "Extra data":
             yield from _line_rows(file, False)

@@ -106,8 +106,9 @@ def evaluate(options: EvaluateOptions, say=print) -> dict[str, Any]:
     questions = read_prompts(options.prompts) if options.prompts else None  # before any model is loaded
     target = load_target(name, device, dtype, list(settings["target_layer_ids"]))
     drafter = open_drafter(folder, target, dtype)
-    held_out = _held_out(options, config, target)
+    held_out, skipped = _held_out(options, config, target)
     prompts, left_out = _prompts(options, target, held_out, questions)
+    left_out = skipped + left_out
     prompts = prompts[: options.limit]
     say(f"drafter {folder}, target {name}, {options.dtype} on {device}")
     say(f"first of {len(prompts)} prompts, as the target sees it:\n{prompts[0].text}\n")
@@ -163,16 +164,17 @@ def held_out_packs(conversations: Sequence[Conversation]) -> list[Pack]:
     return [make_packs([item], length)[0] for item in conversations]
 
 
-def _held_out(options: EvaluateOptions, config: RunConfig | None, target: Target) -> list[Conversation]:
-    """The run's held-out conversations, chosen as training chose them; or those of `data`."""
+def _held_out(options: EvaluateOptions, config: RunConfig | None, target: Target) -> tuple[list[Conversation], list[str]]:
+    """The run's held-out conversations, chosen as training chose them; or those of `data`, and what was left out of it."""
     if config is None or options.data:
         if options.data is None:
-            return []
-        conversations, _ = load_conversations(options.data, target.tokenizer, _MAX_LENGTH)
-        return conversations[: options.limit]
+            return [], []
+        conversations, report = load_conversations(options.data, target.tokenizer, _MAX_LENGTH)
+        told = [f"rows left out of {options.data}:\n{report.reasons()}"] if report.skipped else []
+        return conversations[: options.limit], told
     if options.prompts and not Path(config.data.data).exists():
-        return []
-    return prepare_data(recall(run_folder(options.run))).held_out
+        return [], []
+    return prepare_data(recall(run_folder(options.run))).held_out, []
 
 
 def _prompts(
