@@ -302,3 +302,21 @@ def test_options_that_cannot_work():
 def test_the_line_that_says_what_went_wrong(tmp_path, lines, told):
     (tmp_path / "log").write_text("\n".join(lines))
     assert last_error(tmp_path / "log") == told
+
+
+def test_prompts_of_a_file(tmp_path, monkeypatch):
+    """Any file that `regenerate` reads; each is rendered as the target is asked."""
+    run, _, drafter = tiny_run(tmp_path, monkeypatch)
+    config = RunConfig.load(run / "config.yaml")
+    target = load_target(config.target.target, "cpu", torch.float32, drafter.target_layer_ids)
+    (tmp_path / "p.txt").write_text("who\nwhen\n")
+    table = {}
+    for word in ("who", "when"):
+        messages = [{"role": "user", "content": word}]
+        ids = target.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+        text = speculative_generate(target, drafter, ids, 6)
+        table[" ".join(map(str, ids))] = {"tokens": text.tokens, "accepted": text.accepted}
+    with stub(table) as url:
+        options = ServeOptions(str(run), url=url, prompts=str(tmp_path / "p.txt"), max_new_tokens=6, concurrency=(1,))
+        summary = serve_check(options, say=lambda line: None)
+    assert summary["problems"] == [] and summary["compared"] == summary["prompts"] == 2

@@ -18,11 +18,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from dflash.data import ChatRenderer
-from dflash.data.generate.answers import read_prompts
+from dflash.data import prompt_reader
 from dflash.data.generate.endpoint import Endpoint
+from dflash.data.generate.prompts import read_prompts
 from dflash.devices import dtype_named
 from dflash.drafter.export import drafter_layout, open_drafter
+from dflash.drafter.serving import serve_lines
 from dflash.errors import ConfigError, RunError, refuse_below
 from dflash.evaluate.decoding import DecodeResult, plain_generate, speculative_generate
 from dflash.evaluate.delivery import ExportOptions, deliver, refuse_other_target
@@ -117,6 +118,7 @@ def serve_check(options: ServeOptions, say: Say = print) -> dict[str, Any]:
         "prompts": len(case.prompts),
         "tokens": sum(len(text.tokens) for text in plain_texts),
         "ours_exact": sum(a.tokens == b.tokens for a, b in zip(ours, plain_texts, strict=True)),
+        "lines": serve_lines(options.layout, str(case.export), str(case.target_folder), case.drafter.block_size),
         "servers": {},
     }
     for name in ("with the drafter",) if options.url else ("without a drafter", "with the drafter"):
@@ -164,14 +166,16 @@ def prepare_case(options: ServeOptions, folder: Path, say: Say) -> Case:
     dtype = dtype_named(options.dtype)
     target = load_target(name, "cpu", dtype, list(settings["target_layer_ids"]))
     drafter = open_drafter(export, target, dtype).eval()
-    prompts = _prompts(options, resolved, target)
+    prompts = _prompts(options, resolved, target, say)
     return Case(target, drafter, export.resolve(), target_folder.resolve(), prompts, options.draft_tokens or drafted)
 
 
-def _prompts(options: ServeOptions, resolved: ResolvedRun, target: Target) -> list[list[int]]:
+def _prompts(options: ServeOptions, resolved: ResolvedRun, target: Target, say: Say) -> list[list[int]]:
     if options.prompts:
-        renderer = ChatRenderer(target.tokenizer)
-        found = [list(renderer.prompt_ids(messages)) for messages in read_prompts(options.prompts)]
+        questions = read_prompts(options.prompts)
+        found = [list(ids) for _, ids in questions.rendered(prompt_reader(target.tokenizer, {}))]
+        if questions.report.skipped:
+            say(f"prompts left out of {options.prompts}:\n{questions.report.reasons()}")
     else:
         found = [list(item.input_ids[: item.loss_mask.index(True)]) for item in prepare_data(resolved).held_out]
     if not found:
