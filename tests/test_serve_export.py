@@ -17,13 +17,13 @@ from tiny_models import random_drafter, tiny_target
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from dflash.__main__ import main
-from dflash.drafter.serving import next_commands, serve_lines
 from dflash.drafter.storage import save_drafter
 from dflash.errors import TargetError
 from dflash.evaluate.card import interval
 from dflash.target import capture
 from dflash.target.folder import write_target_folder
 from dflash.target.loading import load_model, resolve_source
+from dflash.target.serving import next_commands, serve_lines
 
 
 def test_packaged_target_as_a_folder(tmp_path, smollm2):
@@ -102,8 +102,12 @@ def test_lines_of_both_layouts():
     }
     assert "--speculative-draft-model-path '/my drafter' --speculative-num-draft-tokens 4" in lines["SGLang"]
     assert serve_lines("speculators", "/d", "/t", 4) == {"vLLM": "vllm serve /d"}
-    export, serve = next_commands("runs/night", 8)
-    assert export.startswith("dflash export --run runs/night --format zlab") and '"num_speculative_tokens": 7' in serve
+    export, serve = next_commands("runs/night", 8, "smollm2")
+    assert export.endswith("--format zlab --out runs/night/drafter --target-folder runs/night/target")
+    assert serve.startswith("vllm serve runs/night/target ") and '"num_speculative_tokens": 7' in serve
+    export, serve = next_commands("runs/night", 8, "/models/own")
+    assert export.endswith("--out runs/night/drafter") and serve.startswith("vllm serve /models/own ")
+    assert next_commands("runs/night", 8, "random:qwen3.6-27b") == []
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,12 @@ def add_parser(subparsers: Any) -> None:
 
 def main(arguments: Any) -> int:
     """Write the page; say where."""
+    from dflash.target.serving import next_commands
     from dflash.views.report import build_report
 
     out = build_report(arguments.source, arguments.out, arguments.run_folder, arguments.static)
     print(f"{out} ({out.stat().st_size / 1e6:.1f} MB)")
+    lines = next_commands(out.parent)
+    if lines:
+        print("serve its drafter:", *lines, sep="\n  ")
     return 0

@@ -48,6 +48,7 @@ def main(args: argparse.Namespace) -> int:
     except ValueError:
         raise ConfigError(f"concurrency must be numbers such as 1,4,16, got {args.concurrency!r}") from None
     fields = {name: getattr(args, name) for name in FIELDS}
-    summary = serve_check(ServeOptions(run=args.run_folder, concurrency=counts, **fields))
+    options = ServeOptions(run=args.run_folder, concurrency=counts, **fields)
+    summary = serve_check(options, say=lambda line: print(line, flush=True))
     print("\n" + table(summary))
     return 1 if summary["problems"] else 0

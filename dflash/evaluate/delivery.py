@@ -10,7 +10,6 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from dflash.devices import dtype_named
 from dflash.drafter.export import export_drafter, read_any
-from dflash.drafter.serving import serve_lines
 from dflash.drafter.storage import draft_vocabulary
 from dflash.errors import ConfigError, TargetError
 from dflash.evaluate.card import write_card
@@ -18,6 +17,7 @@ from dflash.runs.record import run_folder
 from dflash.target.folder import is_folder, write_target_folder
 from dflash.target.head import target_tables
 from dflash.target.loading import load_config, resolve_source
+from dflash.target.serving import serve_lines
 from dflash.train.checkpoint import latest_checkpoint
 
 

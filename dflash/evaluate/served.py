@@ -23,7 +23,6 @@ from dflash.data.generate.endpoint import Endpoint
 from dflash.data.generate.prompts import read_prompts
 from dflash.devices import dtype_named
 from dflash.drafter.export import drafter_layout, open_drafter
-from dflash.drafter.serving import serve_lines
 from dflash.errors import ConfigError, RunError, refuse_below
 from dflash.evaluate.decoding import DecodeResult, plain_generate, speculative_generate
 from dflash.evaluate.delivery import ExportOptions, deliver, refuse_other_target
@@ -35,6 +34,7 @@ from dflash.runs.record import plain, run_folder
 from dflash.target.capture import Target, load_target
 from dflash.target.folder import is_folder, write_target_folder
 from dflash.target.loading import load_config, resolve_source
+from dflash.target.serving import serve_lines
 from dflash.train.prepare import prepare_data
 from dflash.train.resolve import recall
 from dflash.train.resolved import ResolvedRun

@@ -15,6 +15,7 @@ import yaml
 
 from dflash.runs.record import CONFIG_NAME, ENVIRONMENT_NAME, RESOLVED_NAME, STACKS_NAME
 from dflash.runs.tables import Table
+from dflash.target.serving import next_commands
 from dflash.views import style
 from dflash.views.dashboard.log_view import log_lines
 from dflash.views.dashboard.panels import Panel, build_panels
@@ -57,7 +58,7 @@ class Material:
 def page(material: Material) -> str:
     """The whole document."""
     series, status = material.series, material.status
-    found: dict[str, Any] = dict.fromkeys(("story", "cards", "odd", "ended", "plots", "events", "log", "settings"))
+    found: dict[str, Any] = dict.fromkeys(("story", "cards", "odd", "ended", "plots", "events", "log", "serve", "settings"))
     found.update(examples=None, log_title="", commands=material.commands, notebook=material.notebook_html)
     if status in ("failed", "died", "interrupted"):
         found["ended"] = _ended(material)
@@ -80,6 +81,7 @@ def page(material: Material) -> str:
         evaluation = read_evaluation(series.path)
         if evaluation and evaluation["prompts"]:
             found["examples"] = examples_html(evaluation)
+        found["serve"] = next_commands(series.path)
     if series is not None:
         found["settings"] = _settings(series)
     return document("report.html", material.title, material.static, status=status, **found)

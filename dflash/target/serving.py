@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from pathlib import Path
 
 
 def serve_lines(layout: str, export: str, target: str, block_size: int) -> dict[str, str]:
@@ -20,8 +21,16 @@ def serve_lines(layout: str, export: str, target: str, block_size: int) -> dict[
     return {"vLLM": shlex.join(vllm), "SGLang": shlex.join(sglang)}
 
 
-def next_commands(run: str, block_size: int) -> list[str]:
-    """The two commands that take a finished run to a server."""
-    out, target = f"{run}/drafter", f"{run}/target"
-    export = ["dflash", "export", "--run", run, "--format", "zlab", "--out", out, "--target-folder", target]
-    return [shlex.join(export), serve_lines("zlab", out, target, block_size)["vLLM"]]
+def next_commands(folder: str | Path) -> list[str]:
+    """The two commands that take a run to a server; none without a finished checkpoint, or for random weights."""
+    marks = sorted(Path(folder).glob("checkpoints/step-*/complete.json"))
+    settings = json.loads(marks[-1].with_name("drafter.json").read_text()) if marks else {"target": "random:"}
+    target, path = settings["target"], Path(folder).resolve()
+    if target.startswith("random:"):
+        return []
+    run = str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+    out, export = f"{run}/drafter", ["dflash", "export", "--run", run, "--format", "zlab", "--out", f"{run}/drafter"]
+    if target.lower() in ("", "default", "smollm2") or target.endswith(".gguf"):  # a server loads no GGUF
+        target = f"{run}/target"
+        export += ["--target-folder", target]
+    return [shlex.join(export), serve_lines("zlab", out, target, settings["block_size"])["vLLM"]]
