@@ -62,7 +62,7 @@ def test_the_readme_s_commands_are_commands(words):
         assert found.returncode == 0, found.stderr
     elif words[0] == "dflash":
         subparsers = argparse.ArgumentParser().add_subparsers()
-        importlib.import_module(f"dflash.commands.{words[1]}").add_parser(subparsers)
+        importlib.import_module(f"dflash.commands.{words[1].replace('-', '_')}").add_parser(subparsers)
         given = subparsers.choices[words[1]].parse_args(words[2:])
         notebook = getattr(given, "notebook", None)
         assert notebook is None or (ROOT / notebook).is_file()

@@ -102,12 +102,25 @@ def test_lines_of_both_layouts():
     }
     assert "--speculative-draft-model-path '/my drafter' --speculative-num-draft-tokens 4" in lines["SGLang"]
     assert serve_lines("speculators", "/d", "/t", 4) == {"vLLM": "vllm serve /d"}
-    export, serve = next_commands("runs/night", 8, "smollm2")
-    assert export.endswith("--format zlab --out runs/night/drafter --target-folder runs/night/target")
-    assert serve.startswith("vllm serve runs/night/target ") and '"num_speculative_tokens": 7' in serve
-    export, serve = next_commands("runs/night", 8, "/models/own")
-    assert export.endswith("--out runs/night/drafter") and serve.startswith("vllm serve /models/own ")
-    assert next_commands("runs/night", 8, "random:qwen3.6-27b") == []
+
+
+def test_the_two_commands_after_a_run(tmp_path, monkeypatch, capsys):
+    """The report and its command print what takes a run to a server; with a GGUF target the folder is part of it."""
+    monkeypatch.chdir(tmp_path)
+    run, _, _ = tiny_run(tmp_path, monkeypatch)
+    (run / "metrics.jsonl").write_text('{"kind": "run_end", "t": 1.0, "status": "completed"}\n')
+    export, serve = next_commands(run)
+    assert export == "dflash export --run runs/one --format zlab --out runs/one/drafter"
+    assert serve.startswith(f"vllm serve {tmp_path / 'target'} ") and '"num_speculative_tokens": 3' in serve
+    assert main(["report", str(run), "--static"]) == 0
+    assert export in capsys.readouterr().out and export in (run / "report.html").read_text()
+    settings = run / "checkpoints/step-00000002/drafter.json"
+    for target, lines in (("smollm2", 2), ("/x/y.gguf", 2), ("random:qwen3.6-27b", 0)):
+        settings.write_text(json.dumps(json.loads(settings.read_text()) | {"target": target}))
+        found = next_commands(run)
+        assert len(found) == lines
+        assert not lines or (found[0].endswith("--target-folder runs/one/target") and "serve runs/one/target " in found[1])
+    assert next_commands(tmp_path) == []
 
 
 @pytest.mark.parametrize(

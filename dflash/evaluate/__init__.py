@@ -1,1 +1,1 @@
-"""What a drafter is worth: speculative decoding, acceptance, speed, exact text, parity with training, the same in a server."""
+"""What a drafter is worth: speculative decoding, acceptance, speed, exact text, parity with training and with a server."""
