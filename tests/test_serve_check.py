@@ -307,8 +307,7 @@ def test_the_line_that_says_what_went_wrong(tmp_path, lines, told):
 def test_prompts_of_a_file(tmp_path, monkeypatch):
     """Any file that `regenerate` reads; each is rendered as the target is asked."""
     run, _, drafter = tiny_run(tmp_path, monkeypatch)
-    config = RunConfig.load(run / "config.yaml")
-    target = load_target(config.target.target, "cpu", torch.float32, drafter.target_layer_ids)
+    target = load_target(recall(run).target.name, "cpu", torch.float32, drafter.target_layer_ids)
     (tmp_path / "p.txt").write_text("who\nwhen\n")
     table = {}
     for word in ("who", "when"):
