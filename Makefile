@@ -62,7 +62,7 @@ $(SERVE)/ready: requirements-serve.txt tools/make_serve_env.py
 	$(PYTHON) tools/make_serve_env.py $(SERVE)
 	test -e $(SERVE)/unavailable.txt || touch $@
 
-# make test-serve   drafters in both layouts, served by that vLLM and compared with our own decoding (MINUTES on two cores)
+# make test-serve   drafters in both layouts, served by that vLLM and compared with our own decoding
 test-serve: env serve-env
 	DFLASH_SERVE_ENV=$(CURDIR)/$(SERVE) $(BIN)/python -m pytest -q -s -m serve
 
