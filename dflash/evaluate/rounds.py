@@ -11,15 +11,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from dflash.drafter.model import DFlashDrafter
+from dflash.drafter.selector import Candidates
 from dflash.errors import RunError
-from dflash.evaluate.acceptance import Walk, document_runs, draft_hidden, summarize, walk
-from dflash.evaluate.decoding import matching_run
+from dflash.evaluate.acceptance import Walk, document_runs, summarize, walk
 from dflash.target.capture import Target
-
-_BLOCKS = 16  # drafted side by side
 
 
 def trimmed(tokens: int, accepted: Sequence[int], stopped: bool) -> Walk:
@@ -73,50 +70,51 @@ class Ours:
     """
 
     def __init__(self, target: Target, drafter: DFlashDrafter, prompt: Sequence[int], text: Sequence[int], most: int):
-        self.drafter, self.start, self.most = drafter, len(prompt), most
+        self.drafter, self.start = drafter, len(prompt)
         self.ids = torch.tensor([*prompt, *text])
+        self.end = len(self.ids)
         with torch.no_grad():
             self.features = target.capture(self.ids[None]).all_hidden_states.to(drafter.fc.weight.device)
+        spans = [(self.start, self.end)] if len(text) > 1 else []
+        found = document_runs(drafter, self.features, self.ids, spans)[0] if spans else torch.zeros(0, dtype=torch.int64)
+        self.runs = found.clamp(max=most).tolist()  # of every position
 
     def walk(self, stopped: bool) -> Walk:
         """What held-out evaluation of a run finds on this text."""
-        end = len(self.ids)
-        if end - self.start < 2:
-            return Walk()
-        runs = document_runs(self.drafter, self.features, self.ids, [(self.start, end)]).clamp(max=self.most).tolist()
-        return trimmed(end - self.start, walk(runs, self.start, end).runs, stopped)
+        return trimmed(self.end - self.start, walk(self.runs, self.start, self.end).runs, stopped)
 
-    @torch.no_grad()
     def compare(self, number: int, served: Walk) -> tuple[list[int], list[Differing]]:
         """Drafts that stand at the server's own anchors, and the rounds where the server kept another number."""
-        context = self.drafter.new_context()
-        self.drafter.extend(context, self.features)
         runs, differing = [], []
-        for first in range(0, len(served.anchors), _BLOCKS):
-            anchors = torch.tensor(served.anchors[first : first + _BLOCKS]) + self.start
-            hidden = draft_hidden(self.drafter, context, self.ids[anchors], anchors)
-            for row, at in enumerate(anchors.tolist()):
-                index = first + row
-                logits = (hidden[row, 1:] @ self.drafter.lm_head.T).float().cpu()  # [S-1, Vd]
-                drafts = self.drafter.draft_token_ids.cpu()[logits.argmax(-1)].tolist()[: self.most]
-                text = self.ids[at + 1 :].tolist()
-                gain, kept = served.gains[index], served.runs[index]
-                bonus = kept < gain  # false only where the text ends with an accepted draft
-                room = len(text) - 1 if bonus and at + gain == len(self.ids) - 1 else len(text)
-                run = min(matching_run(drafts, text), room)
-                runs.append(run)
-                if run != kept:
-                    slot = min(run, kept)
-                    gap = self._gap(logits[slot], text[slot] if kept > run else None)
-                    differing.append(Differing(number, at - self.start, slot + 1, run, kept, gap))
+        for anchor, kept, gain in zip(served.anchors, served.runs, served.gains, strict=True):
+            at = self.start + anchor
+            left = self.end - 1 - at
+            ends_by_length = gain == left and kept < gain  # then the text's last token counts as the bonus token
+            run = min(self.runs[at], left - 1 if ends_by_length else left)
+            runs.append(run)
+            if run != kept:
+                gap = self._gap(at, min(run, kept), kept > run)
+                differing.append(Differing(number, anchor, min(run, kept) + 1, run, kept, gap))
         return runs, differing
 
-    def _gap(self, logits: Tensor, token: int | None) -> float:
-        if token is None:
-            best = logits.topk(2).values
+    @torch.no_grad()
+    def _gap(self, at: int, slot: int, served: bool) -> float:
+        """Of the block anchored at `at`, in its draft `slot` (0-based); `served`: the server drafted the text's token."""
+        context = self.drafter.new_context()
+        self.drafter.extend(context, self.features[:, :at])
+        proposal = self.drafter.propose(context, int(self.ids[at]))
+        if isinstance(proposal, Candidates):
+            scores, ids = (
+                proposal.scores(slot, self.ids[at + slot : at + slot + 1].to(proposal.ids.device)),
+                proposal.ids[slot],
+            )
+        else:
+            scores, ids = proposal[slot], self.drafter.draft_token_ids
+        best = scores.float().flatten().topk(2).values
+        if not served:
             return float(best[0] - best[1])
-        place = (self.drafter.draft_token_ids.cpu() == token).nonzero()
-        return float(logits.max() - logits[place[0, 0]]) if len(place) else float("inf")
+        place = (ids.cpu() == int(self.ids[at + slot + 1])).nonzero()
+        return float(best[0] - scores.float().flatten()[place[0, 0]]) if len(place) else float("inf")
 
 
 def figures(walks: Sequence[Walk], block_size: int) -> dict[str, Any]:
