@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash.data import ChatRenderer, UnusableRow, chat_of
-from dflash.data.rendering import _Rendering
+from dflash.data.spans import Rendering
 from dflash.errors import DataError
 
 
@@ -159,7 +159,7 @@ def test_tokenizers_without_offsets_give_the_same_mask():
     renderer = ChatRenderer(tokenizer)
     chat = [user("a é"), answer("über b"), user("c"), answer("d")]
     whole = tokenizer.apply_chat_template(chat, tokenize=False)
-    spans = _Rendering(renderer, chat_of({"messages": chat})).spans()
+    spans = Rendering(renderer, chat_of({"messages": chat})).spans()
     assert renderer._mask_by_prefix(whole, spans) == renderer(chat)
 
 

@@ -1,7 +1,7 @@
 """Conversations to token ids, loss masks and packs; answers written by the target.
 
 `load_conversations` reads a file (`reading`), brings each row into one form (`chat`), keeps its token ids or renders it
-(`rendering`), and reports (`report`); `split_held_out` and `make_packs` (`packing`) make training rows of them.
+(`rendering`, `spans`), and reports (`report`); `split_held_out` and `make_packs` (`packing`) make training rows of them.
 """
 
 from dflash.data.chat import Chat, UnusableRow, chat_of, question_of
