@@ -32,7 +32,7 @@ class MasterAdamW:
     `accumulate` moves the model's gradients into float32 and clears them; between steps those do not exist, unless
     someone else put tensors of their own into `gradients` (one per master), which are then kept. `step` clips, updates
     the masters and copies them back. A gradient that is not finite changes nothing (the fused kernel skips on the
-    device) and is visible in the norm that `step` returns. Matrices decay, norms do not.
+    device) and is visible in the norm that `step` returns. Matrices decay; norms and the bases of convolutions do not.
     """
 
     def __init__(
@@ -45,8 +45,8 @@ class MasterAdamW:
         self.gradients: list[Tensor] = []  # float32
         self._own = False  # made by `accumulate`, dropped by `step`
         groups = [
-            {"params": [m for m in self.masters if m.dim() > 1], "weight_decay": weight_decay},
-            {"params": [m for m in self.masters if m.dim() <= 1], "weight_decay": 0.0},
+            {"params": [m for m in self.masters if m.dim() == 2], "weight_decay": weight_decay},
+            {"params": [m for m in self.masters if m.dim() != 2], "weight_decay": 0.0},
         ]
         self.adamw = torch.optim.AdamW([g for g in groups if g["params"]], lr=0.0, betas=betas, fused=True)
 
