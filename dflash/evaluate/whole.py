@@ -245,6 +245,9 @@ def table(summary: dict[str, Any]) -> str:
         held = summary["held_out"]
         gained = held["acceptance_length"] or float("nan")
         lines.append(f"held-out answers    acceptance length {gained:.3f} over {held['blocks']} blocks")
+        if held.get("oracle_length"):
+            argmax, oracle = held["argmax_length"], held["oracle_length"]
+            lines.append(f"{'':20}{argmax:.3f} by the head's best tokens, {oracle:.3f} if the selector were always right")
     if summary["parity"]:
         lines.append(f"parity              {summary['parity']['message']}")
     return "\n".join(lines + [f"WARNING: {warning}" for warning in summary["warnings"]])

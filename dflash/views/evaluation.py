@@ -50,6 +50,8 @@ def _slots(content: dict[str, Any]) -> Panel:
     lines = [curve("these prompts", content["acceptance_by_slot"], style.BLUE)]
     if content.get("held_out"):
         lines.append(curve("held-out answers", content["held_out"]["acceptance_by_slot"], style.VERMILLION))
+        if content["held_out"].get("oracle_by_slot"):
+            lines.append(curve("held-out, oracle", content["held_out"]["oracle_by_slot"], style.VERMILLION, "dash"))
     return Panel("slots", "Blocks accepted up to slot k", "slot k", "% of target calls", lines, y_range=(0.0, None))
 
 
