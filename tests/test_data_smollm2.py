@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from dflash.data import ChatRenderer, load_conversations, make_packs, split_held_out
+from dflash.data.chat import question_of
 
 FILE = Path(__file__).resolve().parents[1] / "data" / "smollm2_conversations.jsonl"
 
@@ -20,7 +21,7 @@ def rows():
 
 def test_prompts_render_to_the_ids_that_the_target_was_given(smollm2, rows):
     renderer = ChatRenderer(smollm2.tokenizer)
-    assert all(renderer.prompt_ids(row["messages"][:1]) == row["prompt_ids"] for row in rows)
+    assert all(renderer.prompt_ids(question_of(row)) == row["prompt_ids"] for row in rows)
 
 
 def test_written_ids_are_kept_where_text_does_not_come_back_to_them(smollm2, rows):
