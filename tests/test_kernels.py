@@ -144,17 +144,10 @@ def test_local_convolution(device, taps, width, size):
 
 
 @pytest.mark.parametrize(
-    "soft, joint, kind",
-    [
-        *((soft, joint, "dflash") for soft in (True, False) for joint in (True, False)),
-        *((True, False, kind) for kind in ("dflash2", "convolution", "selector")),
-        (False, True, "dflash2"),
-    ],
+    "soft, kind",
+    [*((soft, kind) for soft in (True, False) for kind in ("dflash", "dflash2")), (True, "convolution"), (True, "selector")],
 )
-def test_fast_path_is_the_plain_path(device, soft, joint, kind, monkeypatch):
-    from dflash.drafter.kernels import blocks
-
-    monkeypatch.setattr(blocks, "JOINT_QKV", joint)
+def test_fast_path_is_the_plain_path(device, soft, kind):
     results = []
     for fast in (False, True):
         torch.manual_seed(0)

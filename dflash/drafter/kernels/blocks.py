@@ -15,9 +15,6 @@ from torch import Tensor
 from dflash.drafter.kernels import convolution, pointwise
 
 HalfRotary = tuple[Tensor, Tensor]  # cos, sin, each [P, D / 2] float32
-# One product for q, k and v instead of three. Weight gradients of k and v alone are too narrow to fill a large GPU, and
-# the input's gradient is summed over three products in memory. Off until a GPU has shown that it pays for its copies.
-JOINT_QKV = False
 
 
 def _heads(x: Tensor, d: int) -> Tensor:
@@ -104,11 +101,7 @@ class ProjectQKV(torch.autograd.Function):
             leaving = entered.delta[:, entered.half :]
             leaving = leaving if row_map is None else leaving.index_select(0, row_map)
         queries, context = rotary[0].shape[0], context_k.shape[0]
-        ctx.joint = JOINT_QKV
-        if ctx.joint:
-            q_raw, k_raw, v_raw = (y @ torch.cat([wq, wk, wv]).T).split([len(wq), len(wk), len(wv)], 1)
-        else:
-            q_raw, k_raw, v_raw = y @ wq.T, y @ wk.T, None
+        q_raw, k_raw = y @ wq.T, y @ wk.T
         q = torch.empty(queries, wq.shape[0], dtype=y.dtype, device=y.device)
         k, v = (torch.empty(context + queries, wk.shape[0], dtype=y.dtype, device=y.device) for _ in range(2))
         pointwise.head_norm_rotary(q_raw, q_norm, *rotary, eps, _heads(q, d), row_map)
@@ -116,9 +109,7 @@ class ProjectQKV(torch.autograd.Function):
         pointwise.head_norm_rotary(context_k, k_norm, *context_rotary, eps, _heads(k[:context], d))
         v[:context] = context_v
         if row_map is not None:
-            torch.index_select(y @ wv.T if v_raw is None else v_raw, 0, row_map, out=v[context:])
-        elif v_raw is not None:
-            v[context:] = v_raw
+            torch.index_select(y @ wv.T, 0, row_map, out=v[context:])
         else:
             torch.mm(y, wv.T, out=v[context:])
         ctx.save_for_backward(total, rstd, *weights, q_raw, k_raw, context_k)
@@ -132,12 +123,7 @@ class ProjectQKV(torch.autograd.Function):
         (cos_c, sin_c), (cos, sin), row_map, eps = ctx.how.context_rotary, ctx.how.rotary, ctx.how.row_map, ctx.how.eps
         context, queries = context_k.shape[0], cos.shape[0]
         dq, dk = (g if g.stride(-1) == 1 else g.contiguous() for g in (dq, dk))
-        sizes = [len(wq), len(wk), len(wv)]
-        if ctx.joint:
-            joint = torch.empty(queries, sum(sizes), dtype=q_raw.dtype, device=q_raw.device)
-            dq_raw, dk_raw, dv_raw = joint.split(sizes, 1)
-        else:
-            dq_raw, dk_raw = (torch.empty(queries, n, dtype=q_raw.dtype, device=q_raw.device) for n in sizes[:2])
+        dq_raw, dk_raw = (torch.empty(queries, len(w), dtype=q_raw.dtype, device=q_raw.device) for w in (wq, wk))
         dcontext_k = torch.empty_like(context_k, memory_format=torch.contiguous_format)
         back = pointwise.head_norm_rotary_backward
         dq_norm = back(q_raw, q_norm, cos, sin, eps, dq[0], dq_raw, row_map)
@@ -150,17 +136,12 @@ class ProjectQKV(torch.autograd.Function):
         y = entered.x
         if row_map is not None and dleaving is not None:
             dleaving = _sum_rows(dleaving, ctx.how.slots, lead)
-        if ctx.joint:
-            dv_raw.copy_(dv[context:])
-            joint = joint if row_map is None else _sum_rows(joint, ctx.how.slots, lead)
-            dy, weights = joint @ torch.cat([wq, wk, wv]), (joint.T @ y).split(sizes)
-        else:
-            parts = (dq_raw, dk_raw, dv[context:])
-            if row_map is not None:
-                parts = tuple(_sum_rows(part, ctx.how.slots, lead) for part in parts)
-            dy = parts[0] @ wq
-            dy.addmm_(parts[1], wk).addmm_(parts[2], wv)
-            weights = [part.T @ y for part in parts]
+        parts = (dq_raw, dk_raw, dv[context:])
+        if row_map is not None:
+            parts = tuple(_sum_rows(part, ctx.how.slots, lead) for part in parts)
+        dy = parts[0] @ wq
+        dy.addmm_(parts[1], wk).addmm_(parts[2], wv)
+        weights = [part.T @ y for part in parts]
         dy, daround = entered.backward(dy, dleaving)
         dx, dnorm = pointwise.norm_backward(total, rstd, norm_weight, dy, dtotal)
         dnorms = dq_norm.to(q_norm.dtype), dk_norm.to(k_norm.dtype)
