@@ -311,3 +311,18 @@ def test_measure_on_a_gpu_tells_the_memory_of_the_call_alone():
     timing = measure(lambda: torch.empty(size, dtype=torch.int8, device="cuda").fill_(1), torch.device("cuda"), 1, 20)
     assert timing.peak_bytes - timing.base_bytes == size
     assert 1 <= timing.repeats and 0 < timing.fastest <= timing.median <= timing.slowest
+
+
+@pytest.mark.slow
+def test_kinds_are_trained_beside_each_other(capsys, tmp_path):
+    small = dict(
+        target="random:tiny", data="random:24", held_out_data="", held_out=0, pack_length=128, max_anchors=8,
+        num_captured=2, drafter_layers=1, warm_start=False, selector_rank=4, selector_top_k=4, conv_group_size=8,
+    )  # fmt: skip
+    words = [word for name, value in small.items() for word in ("--set", f"{name}={value}")]
+    out, kinds = tmp_path / "runs", ["dflash", "dflash2"]
+    words += ["--kinds", *kinds, "--seeds", "0", "--steps", "2", "--device", "cpu", "--out", str(out)]
+    assert main(["bench", "kinds", *words, "--json", str(tmp_path / "kinds.json")]) == 0
+    runs = json.loads((tmp_path / "kinds.json").read_text())["runs"]
+    assert [(run["kind"], run["exit"], run["steps"]) for run in runs] == [("dflash", 0, 2), ("dflash2", 0, 2)]
+    assert main(["bench", "kinds", *words]) == 2 and "is there already; name a new folder" in capsys.readouterr().err

@@ -198,10 +198,10 @@ class _FusedHeadLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, head, labels, teacher_hidden, teacher_rows, scale, wanted, how):
+    def forward(ctx, hidden, head, labels, teacher, scale, wanted, how):
         from dflash.drafter.kernels.head_loss import hard_loss_, soft_loss_
 
-        kept = _Kept(hidden, wanted, how.top_k)
+        kept, (teacher_hidden, teacher_rows) = _Kept(hidden, wanted, how.top_k), teacher
         chunk_rows, head_fp8, teacher_spans = how.chunk_rows, how.head_fp8, how.teacher_spans
         rows, size = hidden.shape[0], head.shape[0] if head_fp8 is None else head_fp8.width
         row_loss = torch.empty(rows, dtype=torch.float32, device=hidden.device)
@@ -227,7 +227,7 @@ class _FusedHeadLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):
-        return _hidden_gradient(ctx, *grads), None, None, None, None, None, None, None
+        return _hidden_gradient(ctx, *grads), None, None, None, None, None, None
 
 
 def chunked_head_loss(
@@ -263,7 +263,7 @@ def chunked_head_loss(
             teacher_rows = torch.arange(rows, dtype=torch.int32, device=hidden.device)
             starts = range(0, rows, way.chunk_rows)
             way = replace(way, teacher_spans=[(start, min(start + way.chunk_rows, rows)) for start in starts])
-        outputs = _FusedHeadLoss.apply(hidden, head, labels, teacher_hidden, teacher_rows, scale, wanted, way)
+        outputs = _FusedHeadLoss.apply(hidden, head, labels, (teacher_hidden, teacher_rows), scale, wanted, way)
     else:
         if teacher_rows is not None:
             teacher_hidden = teacher_hidden[teacher_rows]
