@@ -64,7 +64,7 @@ def test_a_small_run_leaves_plots_record_checkpoint_and_report(tmp_path):
         ({"gpus": "5,6,7"}, r"ConfigError: gpus.*5.*0 GPUs"),
         ({"block_size": 1}, "block_size must be at least 2"),
         ({"blok_size": 8}, r"no parameter 'blok_size'; did you mean block_size\?"),
-        ({"data": "absent.jsonl"}, "absent.jsonl does not exist"),
+        pytest.param({"data": "absent.jsonl"}, "absent.jsonl does not exist", marks=pytest.mark.slow),
         ({"nosuch": 3}, "no parameter 'nosuch'"),
         ({"min_acceptance": "abc"}, "min_acceptance must be float, got 'abc'"),
         ({"decode_prompts": -3}, "decode_prompts must be at least 0, got -3"),

@@ -176,6 +176,7 @@ def test_an_old_run_is_reported(old):
     assert "random:tiny" in page and 'class="badge completed"' in page
 
 
+@pytest.mark.slow
 def test_a_run_in_ranks_reads_the_same_facts(tmp_path):
     """Settled by the process that starts them: with other packs a step in resolved.yaml the ranks take those."""
     config = RunConfig.from_parameters(**SETTINGS, gpus="cpu:2", launcher="torchrun")
