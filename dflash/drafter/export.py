@@ -98,7 +98,7 @@ def export_drafter(
     out.mkdir(parents=True, exist_ok=True)
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
     (out / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-    (out / "README.md").write_text(_card(settings, layout, verifier, dtype, remarks))
+    (out / "README.md").write_text(_card(settings, layout, _shown(verifier), dtype, remarks))
     _verify(out, tensors)
     return remarks
 
@@ -175,6 +175,11 @@ def _verify(out: Path, wanted: Mapping[str, Tensor]) -> None:
     for name, value in wanted.items():
         same = got[name].dtype == value.dtype and torch.equal(got[name].view(torch.uint8), value.view(torch.uint8))
         assert same, f"{name} in {out} is not what was written"
+
+
+def _shown(verifier: str) -> str:
+    """A folder by its last name: cards are passed on."""
+    return Path(verifier).name if Path(verifier).is_absolute() else verifier
 
 
 def _card(settings: Mapping[str, Any], layout: str, verifier: str, dtype: str, remarks: list[str]) -> str:
