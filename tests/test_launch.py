@@ -170,7 +170,7 @@ def test_the_report_of_an_earlier_run_is_not_overwritten(notebook, tmp_path):
 
 
 def test_a_path_that_cannot_be_is_one_line(capsys):
-    from dflash.views import report
+    from dflash.commands import report
 
     def fail(arguments):
         open("/no/such/folder/x", "w")
