@@ -13,7 +13,7 @@ from dflash.compile_safety import HangError, protected
 from dflash.data import Conversation, make_packs
 from dflash.target.features import OnlineFeatures
 from dflash.train.plan import Planner
-from dflash.train.settings import TrainOptions
+from dflash.train.settings import RunConfig, TrainOptions
 from dflash.train.step import Replica, SerialEngine
 
 LENGTH = 64
@@ -43,7 +43,7 @@ def options(**changes) -> TrainOptions:
         eval_every=1000,
         checkpoint_every=1000,
     )
-    return TrainOptions(**values | changes)
+    return RunConfig.from_parameters("cpu", **values | changes | {"max_minutes": None}).train
 
 
 def planner(settings: TrainOptions, drafter, rows=None) -> Planner:

@@ -311,7 +311,12 @@ def test_a_run_passes_its_setting_on(tmp_path):
     save_material(tmp_path, target.model, chat_tokenizer())
     for precision in fp8_head.PRECISIONS:
         config = RunConfig.from_parameters(
-            target=str(tmp_path / "target"), head_precision=precision, target_layers=[0, 2], gpus="cpu", dtype="float32"
+            target=str(tmp_path / "target"),
+            head_precision=precision,
+            target_layers=[0, 2],
+            gpus="cpu",
+            dtype="float32",
+            draft_vocab=None,
         )
         drafter = drafter_of_a_run(resolve(config), target, types.SimpleNamespace(conversations=[], mask_token_id=60), CPU)
         assert drafter.head_precision == precision and (drafter.head_fp8 is None) == (precision == "same")

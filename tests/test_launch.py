@@ -19,9 +19,18 @@ from dflash.__main__ import main as command_line
 from dflash.errors import ConfigError, RunError
 from dflash.runs.lock import locked
 from dflash.runs.record import Run, read_metrics
-from dflash.train.settings import RunConfig
+from dflash.train.settings import RunConfig, setting_names
 from dflash.workbook import run_notebook as run_notebook_module
-from dflash.workbook.parameters import accepted_parameters, check_parameters, check_variables, declared_parameters, help_text
+from dflash.workbook.parameters import (
+    check_parameters,
+    check_variables,
+    declared_parameters,
+    declared_types,
+    extra_settings,
+    help_text,
+    read_as,
+    run_config,
+)
 from dflash.workbook.run_notebook import CELL_FAILED, INTERRUPTED, KILLED, OK, _close_record, parameters_from, run_notebook
 
 ROOT = str(Path(__file__).parent.parent)
@@ -41,13 +50,40 @@ def notebook(tmp_path):
 
 @pytest.fixture
 def declared(notebook):
-    return declared_parameters(nbformat.read(notebook, as_version=4))
+    return declared_types(nbformat.read(notebook, as_version=4))
 
 
-def test_the_parameters_cell_is_read_without_running_it(declared):
-    assert list(declared) == ["gpus", "steps", "lr", "soft", "run_id"]
-    assert (declared["steps"].annotation, declared["steps"].default, declared["steps"].help) == ("int", 10, "training steps")
-    assert 'gpus    str | int | list | None = None  drafter GPUs, for example "5,6,7"' in help_text(declared)
+def test_the_parameters_cell_is_read_without_running_it(notebook, declared):
+    found = declared_parameters(nbformat.read(notebook, as_version=4))
+    assert list(found) == list(declared) == ["gpus", "steps", "lr", "soft", "run_id"]
+    assert (declared["steps"], found["steps"].default, found["steps"].help) == ("int", "10", "training steps")
+    assert 'gpus    Union[str , int , list , None] = None  drafter GPUs, for example "5,6,7"' in help_text(found)
+
+
+@pytest.mark.parametrize(
+    ("annotation", "given", "wanted"),
+    [
+        ("Optional[float]", "2.0", 2.0),
+        ("Optional[float]", None, None),
+        ("Optional[int]", "none", None),
+        ("Union[str , int , None]", 5, 5),
+        ("list[int]", [5, 6], [5, 6]),
+        ("dict", {"a": 1}, {"a": 1}),
+        ("bool", "false", False),
+        ("None", "anything", "anything"),
+        ("Path", "elsewhere", "elsewhere"),
+    ],
+)
+def test_annotations_are_read_as_types(annotation, given, wanted):
+    value = read_as("x", annotation, given)
+    assert value == wanted and type(value) is type(wanted)
+
+
+def test_a_value_of_another_type_says_how_to_pass_it():
+    with pytest.raises(ConfigError, match=r"x must be list, got 'a' \(str\); pass it with -y 'x: ...'"):
+        read_as("x", "list[int]", "a")
+    with pytest.raises(ConfigError, match=r"x must be int, got True \(bool\)"):
+        read_as("x", "int", True)
 
 
 @pytest.mark.parametrize(
@@ -83,35 +119,86 @@ def test_wrong_names_and_types_are_refused(declared, given, message):
         check_parameters(declared, given)
 
 
+TRAINING = Path(ROOT) / "notebooks" / "05_train.ipynb"
+
+
 def test_a_notebook_of_settings_takes_every_setting_of_a_run():
-    training = nbformat.read(Path(ROOT) / "notebooks" / "05_train.ipynb", as_version=4)
-    declared, accepted = declared_parameters(training), accepted_parameters(training)
-    given = {"drafter_parallel": "fsdp2", "queue_depth": "4", "steps": "7"}
-    assert "drafter_parallel" not in declared and accepted["steps"] == declared["steps"]
-    assert check_parameters(declared, given, accepted) == {**given, "steps": 7}
+    training = nbformat.read(TRAINING, as_version=4)
+    declared, settings = declared_types(training), extra_settings(training)
+    assert "drafter_parallel" not in declared and settings == setting_names()
+    given = {"drafter_parallel": "fsdp2", "queue_depth": "4", "steps": "7", "background": "true"}
+    wanted = {"drafter_parallel": "fsdp2", "queue_depth": 4, "steps": 7, "background": True}
+    assert check_parameters(declared, given, settings) == wanted
     with pytest.raises(ConfigError, match="no parameter 'drafter_paralel'; did you mean drafter_parallel?"):
-        check_parameters(declared, {"drafter_paralel": "fsdp2"}, accepted)
-    other = nbformat.read(Path(ROOT) / "notebooks" / "01_standalone_kernel.ipynb", as_version=4)
-    assert accepted_parameters(other) == declared_parameters(other)
+        check_parameters(declared, {"drafter_paralel": "fsdp2"}, settings)
+    assert extra_settings(nbformat.read(TRAINING.parent / "01_standalone_kernel.ipynb", as_version=4)) == []
+
+
+@pytest.mark.parametrize(
+    ("yaml_text", "wanted"),
+    [
+        ("gpus: [5, 6, 7]", [5, 6, 7]),
+        ("gpus: 5,6,7", "5,6,7"),
+        ("gpus: 5", 5),
+        ("max_conversations: 20", 20),
+        ("max_conversations: null", None),
+        ("gamma: 2.0", 2.0),
+        ("gamma: null", None),
+        ("gamma: ''", None),
+        ("lr: 3e-4", 3e-4),
+        ("target_layers: [1, 14, 27]", [1, 14, 27]),
+        ("betas: [0.9, 0.99]", [0.9, 0.99]),
+        ("target: 2026-11-30", "2026-11-30"),
+        ("steps: null", None),
+    ],
+)
+def test_whatever_papermill_takes_is_taken(yaml_text, wanted):
+    training = nbformat.read(TRAINING, as_version=4)
+    given = parameters_from([], [yaml_text])
+    value = check_parameters(declared_types(training), given, extra_settings(training))[next(iter(given))]
+    assert value == wanted and type(value) is type(wanted)
 
 
 def test_a_running_notebook_checks_its_own_variables():
     cells = ["", "import os", "%not python", PARAMETERS, "# Parameters\nsteps = '20'\nsoft = 'false'\n", "steps"]
     names = {"In": cells, "gpus": 5, "steps": "20", "lr": 1, "soft": "false", "run_id": "", "other": "x"}
-    assert check_variables(names) == ("gpus", "steps", "lr", "soft", "run_id")
+    assert check_variables(names) == (("gpus", "steps", "lr", "soft", "run_id"), ("steps", "soft"))
     assert (names["steps"], names["lr"], names["soft"], names["other"]) == (20, 1.0, False, "x")
-    assert check_variables({"steps": "many"}) == (), "nothing to read the declarations from"
+    assert check_variables({"steps": "many"}) == ((), ()), "nothing to read the declarations from"
     names["steps"] = "many"
-    assert check_variables(names, also=("steps",)) and names["steps"] == "many"
+    assert check_variables(names, ["steps"]) and names["steps"] == "many"
     with pytest.raises(ConfigError, match="steps must be int, got 'many'"):
         check_variables(names)
     misspelt = {**names, "stepz": 3, "In": [PARAMETERS, "# Parameters\nstepz = 3\n"]}
     with pytest.raises(ConfigError, match=r"no parameter 'stepz'; did you mean steps\?"):
-        check_variables(misspelt, also=("steps",))
+        check_variables(misspelt, ["steps"])
     with pytest.raises(ConfigError, match="run_id must be str, got 7 .*-r NAME VALUE"):
         check_variables({**names, "steps": 3, "run_id": 7})
+
+
+CELL = "recipe: str = 'cpu'\ngamma: Optional[float] = None\nsteps: Optional[int] = None\nrun_id: str = ''\n"
+
+
+def test_what_a_cell_leaves_at_none_is_the_recipes_and_a_passed_none_is_a_value():
+    cell = {"recipe": "cpu", "gamma": None, "steps": None, "run_id": ""}
+    wanted = RunConfig.from_parameters("cpu")
+    assert run_config({**cell, "In": [CELL, "run_config(globals())"]}) == wanted == run_config(cell)
+    passed = {**cell, "In": [CELL, "# Parameters\ngamma = None\nsteps = None\nlr = 0.5\n"], "lr": 0.5}
+    config = run_config(passed)
+    assert (config.train.gamma, config.train.steps, config.train.lr) == (None, wanted.train.steps, 0.5)
+    assert run_config({**cell, "gamma": "none"}).train.gamma is None, "also from the cell itself"
+
+
+def test_variables_that_are_nearly_a_settings_name_are_refused():
+    names = {"block_size": 6, "steps": "12", "run_id": "x", "unrelated": 5, "_oh": {}, "os": object(), "In": [CELL]}
+    config = run_config(names)
+    assert (config.drafter.block_size, config.train.steps) == (6, 12)
+    with pytest.raises(ConfigError, match="unknown parameter 'block_sise'; did you mean 'block_size'"):
+        run_config({**names, "block_sise": 4})
+    with pytest.raises(ConfigError, match="did you mean 'run_id'"):
+        run_config({**names, "runid": "a"})
     own = {name: "x" for name in ("run_id", "runs_dir", "live", "background", "decode_prompts", "min_acceptance")}
-    assert RunConfig.from_namespace(own) == RunConfig(), "no name of the notebook's own is nearly a setting's"
+    assert run_config(own) == RunConfig.from_parameters(), "no name of the notebook's own is nearly a setting's"
 
 
 def test_nothing_runs_and_nothing_is_written_on_a_wrong_parameter(notebook, tmp_path, capsys):
@@ -146,12 +233,13 @@ def test_a_cell_past_its_time_limit_is_named(tmp_path, capsys):
 
 def test_yaml_parameters(tmp_path):
     (tmp_path / "p.yaml").write_text("steps: 3\nlr: 0.1\n")
-    found = parameters_from([["lr", "3e-4"]], ["gpus: [5, 6]"], str(tmp_path / "p.yaml"))
+    (tmp_path / "empty.yaml").write_text("")
+    found = parameters_from([["lr", "3e-4"]], ["gpus: [5, 6]"], [str(tmp_path / name) for name in ("p.yaml", "empty.yaml")])
     assert found == {"steps": 3, "lr": "3e-4", "gpus": [5, 6]}
     with pytest.raises(ConfigError, match="are not YAML"):
-        parameters_from([], ["gpus: [1,"], None)
+        parameters_from([], ["gpus: [1,"])
     with pytest.raises(ConfigError, match="must be 'name: value'"):
-        parameters_from([], ["gpus"], None)
+        parameters_from([], ["gpus"])
 
 
 def test_a_good_notebook_makes_folders_and_a_report(notebook, tmp_path):

@@ -63,8 +63,8 @@ def test_decay_weights_follow_the_formula():
 
 def test_the_decay_is_said_in_words_and_unset_is_not_off():
     """Automodel#2908: a config without gamma was read as "no decay"."""
-    unset = RunConfig.from_parameters().train.gamma
-    assert unset == 10.0 and RunConfig.from_dict({"train": {}}).train.gamma == 10.0
+    unset = RunConfig.from_parameters("story").train.gamma
+    assert unset == 10.0 and RunConfig.from_dict({"recipe": "story", "train": {}}).train.gamma == 10.0
     assert RunConfig.from_parameters(gamma="").train.gamma is None
     assert describe_decay(8, unset) == "slot weights fall from 1 at slot 1 to 0.55 at slot 7 (gamma 10)"
     assert describe_decay(8, None) == "slots 1 to 7 weigh the same (gamma empty)"

@@ -9,14 +9,14 @@ from papermill.exceptions import PapermillExecutionError
 
 from dflash.runs.record import read_metrics
 from dflash.train.checkpoint import checkpoints
-from dflash.train.settings import RunConfig
+from dflash.train.settings import RunConfig, setting_names
 from dflash.views.report import build_report
 from dflash.workbook.parameters import declared_parameters
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOK = ROOT / "notebooks" / "05_train.ipynb"
 SMALL = dict(
-    max_conversations="6",
+    max_conversations=6,
     held_out=2,
     pack_length=256,
     max_anchors=16,
@@ -43,12 +43,15 @@ def execute(tmp_path, **parameters):
 @pytest.mark.slow
 def test_a_small_run_leaves_plots_record_checkpoint_and_report(tmp_path):
     # the acceptance claim of so short a run may not hold, so its start is taken as its threshold only
-    notebook = execute(tmp_path, min_acceptance=0.0, lr=1e-5)
+    notebook = execute(tmp_path, min_acceptance=0.0, lr=1e-5, recipe="cpu", weight_decay=0.02, gamma=None)
     run = tmp_path / "runs" / "r"
     records, _ = read_metrics(run)
     assert [r["step"] for r in records if r["kind"] == "step"] == [1, 2, 3]
     assert records[-1]["kind"] == "run_end" and records[-1]["status"] == "completed"
     assert checkpoints(run)[-1][0] == 3 and (run / "evaluation.json").is_file()
+    config = RunConfig.load(run / "config.yaml")
+    assert (config.recipe, config.drafter.block_size, config.train.steps) == (records[0]["config"]["recipe"], 4, 3)
+    assert config.train.weight_decay == 0.02 and config.train.gamma is None, "passed, though not in the cell; passed as None"
     kinds = {kind for cell in notebook.cells for output in cell.get("outputs", []) for kind in output.get("data", {})}
     assert {"image/png", "application/vnd.plotly.v1+json", "text/html"} <= kinds
     assert not notebook.metadata.get("widgets"), "no widget state in an executed copy"
@@ -81,12 +84,16 @@ def test_what_cannot_work_stops_in_one_sentence(tmp_path, parameters, message):
     assert not (tmp_path / "runs").exists()
 
 
-def test_every_parameter_is_a_setting_or_the_notebooks_own():
+def test_the_parameters_cell_holds_what_people_turn_and_leaves_the_rest_to_the_recipe():
     notebook = nbformat.read(NOTEBOOK, as_version=4)
+    cell = next(c for c in notebook.cells if "parameters" in c.metadata.get("tags", []))
     parameters = declared_parameters(notebook)
-    assert all(p.annotation and p.help for p in parameters.values())
+    assert len(parameters) == len(cell.source.splitlines()) <= 18, "papermill sees every line, so it warns of none"
+    assert all(p.inferred_type_name != "None" and p.help for p in parameters.values())
+    assert parameters["gamma"].inferred_type_name == parameters["max_minutes"].inferred_type_name == "Optional[float]"
     own = {"run_id", "runs_dir", "live", "background", "decode_prompts", "min_acceptance"}
-    config = RunConfig.from_parameters(**{n: p.default for n, p in parameters.items() if n not in own})
-    assert config.data.data == "data/smollm2_conversations.jsonl"
+    assert own < parameters.keys() <= own | set(setting_names())
+    given = {n: p.default for n, p in parameters.items() if n not in own | {"recipe", "seed"}}
+    assert set(given.values()) == {"None"}, "no second place for a recipe's values"
     assert not any(cell.get("outputs") for cell in notebook.cells)
     assert notebook.metadata.kernelspec.name == "python3"

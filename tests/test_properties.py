@@ -55,7 +55,7 @@ def test_any_settings_are_refused_by_name_or_survive_their_file(given_values):
         assert any(str(name) in said or repr(name) in said for name in given_values), f"no setting is named: {said}"
         return
     assert RunConfig.from_dict(config.to_dict()) == config
-    for section in dataclasses.asdict(config).values():
+    for section in (values for values in dataclasses.asdict(config).values() if isinstance(values, dict)):
         assert not any(isinstance(v, float) and math.isnan(v) for v in section.values()), section
 
 

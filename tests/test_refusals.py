@@ -65,7 +65,7 @@ def test_shapes_that_the_kernels_do_not_take_are_refused_on_a_gpu(target, monkey
     tiny = dict(target="random:tiny", warm_start=False, attention="triton")
     monkeypatch.setattr(kernels, "usable", lambda device: True)
     with pytest.raises(ConfigError, match=r"powers of two.*got 9 / 3 heads, blocks of 8, head_dim 16; use attention='flex'"):
-        resolve(RunConfig.from_parameters(target=target, attention="triton"), **ON_A_GPU)
+        resolve(RunConfig.from_parameters(target=target, attention="triton", block_size=8), **ON_A_GPU)
     with pytest.raises(ConfigError, match="got 4 / 2 heads, blocks of 12"):
         resolve(RunConfig.from_parameters(**tiny, block_size=12), **ON_A_GPU)
     for fine in (tiny, dict(target=target), dict(target=target, attention="flex")):

@@ -1,11 +1,14 @@
 """Settings: what people, YAML and papermill deliver, and what is refused with which words."""
 
+from pathlib import Path
+
 import pytest
 import yaml
 
 from dflash.drafter.config import DrafterConfig, create_drafter_config
 from dflash.errors import ConfigError
-from dflash.train.settings import RunConfig
+from dflash.train import recipes
+from dflash.train.settings import RECIPE_SETTINGS, RunConfig, setting_names
 
 
 def test_round_trip_through_yaml(tmp_path):
@@ -93,13 +96,80 @@ def test_files_are_refused_with_the_nearest_name(tmp_path):
             RunConfig.load(path)
 
 
-def test_a_notebooks_variables_are_read_and_near_misses_refused():
-    names = {"block_size": 6, "steps": "12", "run_id": "x", "unrelated": 5, "_oh": {}, "os": object()}
-    assert RunConfig.from_namespace(names, also=("run_id",)).drafter.block_size == 6
-    with pytest.raises(ConfigError, match="unknown parameter 'block_sise'; did you mean 'block_size'"):
-        RunConfig.from_namespace({**names, "block_sise": 4}, also=("run_id",))
-    with pytest.raises(ConfigError, match="did you mean 'run_id'"):
-        RunConfig.from_namespace({**names, "runid": "a"}, also=("run_id",))
+# -- recipes ----------------------------------------------------------------------------------------------------------
+
+
+def test_each_recipe_says_every_setting_that_has_no_default_and_no_other_place_does():
+    assert recipes.recipe_names() == ["cpu", "gpu", "large", "story"]
+    for name in recipes.recipe_names():
+        sections = recipes.read_recipe(name)
+        flat = {setting for content in sections.values() for setting in content}
+        assert flat >= set(RECIPE_SETTINGS) - ({"data"} if name == "large" else set()), name
+        given = {"data": "random:4"} if name == "large" else {}
+        config = RunConfig.from_parameters(name, **given)
+        assert config.recipe == name and RunConfig.from_dict(config.to_dict()) == config
+        for section, content in sections.items():
+            assert {s: getattr(getattr(config, section), s) for s in content} == content, "as the file says"
+    assert RunConfig.from_parameters("gpu").train.lr == 1e-3 and RunConfig.from_parameters("cpu").drafter.draft_vocab == 0
+
+
+def test_what_is_passed_wins_over_the_recipe_also_none():
+    config = RunConfig.from_parameters("cpu", steps="7", gamma=None, max_minutes="", draft_vocab=None)
+    assert (config.train.steps, config.train.gamma, config.train.max_minutes) == (7, None, None)
+    assert config.drafter.draft_vocab is None and config.drafter.block_size == 4, "the recipe's"
+    assert RunConfig.from_dict({"recipe": "gpu", "train": {"lr": "3e-3"}}) == RunConfig.from_parameters("gpu", lr=3e-3)
+
+
+@pytest.mark.parametrize(
+    ("gpus_there", "given", "wanted"),
+    [
+        (0, {}, "cpu"),
+        (0, {"target": "/models/Qwen3-8B"}, "cpu"),
+        (1, {}, "gpu"),
+        (8, {"gpus": "5,6,7"}, "gpu"),
+        (8, {"target": "smollm2"}, "gpu"),
+        (8, {"gpus": "cpu:3"}, "cpu"),
+        (8, {"gpus": "5,6,7", "target": "/models/Qwen3-8B", "data": "chats.jsonl"}, "large"),
+    ],
+)
+def test_auto_looks_at_the_devices_and_the_target(monkeypatch, gpus_there, given, wanted):
+    monkeypatch.setattr(recipes, "available_gpus", lambda: gpus_there)
+    for recipe in ("auto", "", None):
+        assert RunConfig.from_parameters(recipe, **given).recipe == wanted
+
+
+def test_the_large_recipe_follows_what_was_published_and_wants_your_data():
+    config = RunConfig.from_parameters("large", target="/models/Qwen3-8B", data="chats.jsonl")
+    drafter, train = config.drafter, config.train
+    assert (drafter.drafter_layers, drafter.block_size, drafter.draft_vocab) == (5, 16, None)
+    assert (train.gamma, train.lr) == (7.0, 6e-4)
+    with pytest.raises(ConfigError, match="leaves `data` to you: .*dflash regenerate.*random:24"):
+        RunConfig.from_parameters("large", target="/models/Qwen3-8B")
+    with pytest.raises(ConfigError, match="there is no recipe 'huge'; give auto, cpu, gpu, large, story"):
+        RunConfig.from_parameters("huge")
+
+
+def test_a_config_file_from_before_the_recipes_loads_as_it_is(tmp_path, monkeypatch):
+    """Every setting stands in such a file; what this machine's recipe says has no part in it."""
+    monkeypatch.setattr(recipes, "available_gpus", lambda: 8)
+    old = RunConfig.from_parameters("cpu", gpus="cpu", lr=0.005).to_dict()
+    del old["recipe"]
+    del old["drafter"]["head_precision"]  # a setting that came later, with a default
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(old))
+    config = RunConfig.load(tmp_path / "config.yaml")
+    assert config.recipe is None and config.train.lr == 0.005 and config.drafter.head_precision == "same"
+    assert config.to_dict()["train"] == old["train"]
+
+
+def test_a_recipes_data_is_found_from_every_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert Path(RunConfig.from_parameters("cpu").data.data) == recipes.ROOT / "data/smollm2_conversations.jsonl"
+    monkeypatch.chdir(recipes.ROOT)
+    assert RunConfig.from_parameters("cpu").data.data == "data/smollm2_conversations.jsonl"
+    assert setting_names()[0] == "recipe"
+
+
+# -- the drafter's shape ----------------------------------------------------------------------------------------------
 
 
 def test_drafter_config_refuses_what_cannot_be():

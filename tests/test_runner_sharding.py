@@ -17,7 +17,7 @@ from dflash.__main__ import main
 from dflash.errors import ConfigError, RunError
 from dflash.train import shards
 from dflash.train.checkpoint import checkpoints, is_complete, latest_checkpoint, load_trainer_state
-from dflash.train.settings import RunConfig, RuntimeOptions, TrainOptions
+from dflash.train.settings import RunConfig, RuntimeOptions
 from dflash.train.step import Replica
 
 
@@ -124,7 +124,7 @@ def test_one_rank_reads_what_two_wrote_and_refuses_another_drafter(sharded_run, 
     from dflash.drafter.storage import load_drafter
 
     folder = latest_checkpoint(sharded_run)
-    options, about = TrainOptions(), load_trainer_state(folder, whole=False)["optimizer"]
+    options, about = RunConfig.from_parameters("cpu").train, load_trainer_state(folder, whole=False)["optimizer"]
     drafter = load_drafter(folder)
     for parameter in drafter.parameters():
         parameter.data.fill_(7.0)

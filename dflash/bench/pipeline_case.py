@@ -17,7 +17,7 @@ from dflash.target.capture import Target
 from dflash.target.features import OnlineFeatures
 from dflash.target.random_weights import SHAPES, random_config
 from dflash.train.plan import Planner
-from dflash.train.settings import TrainOptions
+from dflash.train.settings import RunConfig, TrainOptions
 from dflash.train.step import Replica
 from dflash.train.topology import Topology
 
@@ -38,7 +38,8 @@ class Case:
 
     @property
     def options(self) -> TrainOptions:
-        return TrainOptions(packs_per_step=self.packs_per_step, lr=self.lr, soft_labels=self.soft_labels)
+        given = dict(packs_per_step=self.packs_per_step, lr=self.lr, soft_labels=self.soft_labels)
+        return RunConfig.from_parameters("story", **given).train
 
     def captured(self) -> list[int]:
         """Evenly spread layer ids; the last layer is left out where there are enough."""

@@ -23,9 +23,11 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("notebook")
     parser.add_argument("out", nargs="?", help="executed copy; default: runs/<time of day>/report.ipynb")
-    parser.add_argument("-p", "--parameter", nargs=2, action="append", default=[], metavar=("NAME", "VALUE"))
-    parser.add_argument("-y", "--yaml", action="append", default=[], metavar="'NAME: VALUE'")
-    parser.add_argument("-f", "--file", metavar="FILE", help="parameters as a YAML file")
+    pair = dict(nargs=2, action="append", default=[], metavar=("NAME", "VALUE"))
+    parser.add_argument("-p", "--parameter", **pair, help="a parameter or setting, read by its declared type")
+    parser.add_argument("-r", "--raw", **pair, help="the same, for papermill's habit")
+    parser.add_argument("-y", "--yaml", action="append", default=[], metavar="'NAME: VALUE'", help="lists and null, too")
+    parser.add_argument("-f", "--file", action="append", default=[], help="parameters as a YAML file")
     parser.add_argument("-k", "--kernel", help="kernel name; default: the notebook's own, else python3")
     parser.add_argument("--cell-timeout", type=int, metavar="SECONDS", help="end a cell that runs longer than this")
     parser.add_argument("--static", action="store_true", help="report with images only")
@@ -43,7 +45,7 @@ def main(arguments: Any) -> int:
         return OK
     out = arguments.out or f"runs/{time.strftime('%Y%m%d-%H%M%S')}/report.ipynb"
     try:
-        given = parameters_from(arguments.parameter, arguments.yaml, arguments.file)
+        given = parameters_from(arguments.parameter + arguments.raw, arguments.yaml, arguments.file)
         launched = run_notebook(arguments.notebook, out, given, arguments.kernel, arguments.cell_timeout, arguments.static)
     except DFlashError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)

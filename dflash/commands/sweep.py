@@ -32,8 +32,8 @@ def main(arguments: Any) -> int:
     axes: dict[str, list[Any]] = {
         name: [value for value in values.split(",") if value.strip()] for name, values in arguments.grid
     }
-    fixed = parameters_from(arguments.parameter, [], None)
-    for name, value in parameters_from([], arguments.yaml, None).items():
+    fixed = parameters_from(arguments.parameter, [])
+    for name, value in parameters_from([], arguments.yaml).items():
         (axes if isinstance(value, list) else fixed)[name] = value
     if not axes:
         raise ConfigError("nothing to sweep; name at least one axis, for example -g block_size 4,8,16")

@@ -48,12 +48,6 @@ def environment_summary() -> dict[str, Any]:
     }
 
 
-def interpreter() -> str:
-    """Version and environment of this interpreter in a few words, without the place where it lies on this machine, since
-    executed notebooks are passed on."""
-    return f"python {platform.python_version()} in the environment '{Path(sys.prefix).name}'"
-
-
 def memory_total() -> int | None:
     """Bytes of main memory, or None where the system does not say."""
     try:

@@ -1,19 +1,17 @@
-"""Every setting of a run, with one default each, as it is stored in `runs/<id>/config.yaml`.
+"""Every setting of a run, as it is stored in `runs/<id>/config.yaml`.
 
 A section is a small frozen dataclass that refuses bad values when it is made. Names are unique across sections, so a
-notebook can pass them flat: `RunConfig.from_parameters(block_size=8, lr="2e-3")`.
+notebook can pass them flat: `RunConfig.from_parameters(block_size=8, lr="2e-3")`. A setting with a default here has it in
+every run; those without one come from a recipe (`dflash/recipes/`).
 """
 
 from __future__ import annotations
 
-import ast
 import dataclasses
-import difflib
 import math
-import types
 import typing
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +22,8 @@ from dflash.drafter.config import CODEBOOKS, DRAFTER_KINDS, SECOND_KIND
 from dflash.drafter.fp8_head import PRECISIONS
 from dflash.drafter.objective import MISSING
 from dflash.errors import ConfigError, refuse_below, refuse_seed, refuse_unknown
+from dflash.train.recipes import AUTO, choose_recipe, read_recipe
+from dflash.train.values import coerce
 
 MOST_PACKS_A_STEP = 4096
 
@@ -33,13 +33,13 @@ def _require(condition: bool, message: str) -> None:
         raise ConfigError(message)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TargetOptions:
     """Which frozen model, and what is read from it."""
 
     target: str = "smollm2"  # "smollm2" (packaged), a local folder, a .gguf file, a hub id, or "random:qwen3.6-27b"
     target_layers: tuple[int, ...] | None = None  # captured layer ids (id l = output of layer l); None: evenly spread
-    num_captured: int = 3  # how many layers when target_layers is None
+    num_captured: int  # how many layers when target_layers is None
     target_dtype: str = "auto"  # "auto", "float32" or "bfloat16"
     target_attention: str = "auto"  # transformers' name ("sdpa", "eager" ...); "auto" takes what the model supports
     fast_capture: bool = True  # on a GPU, capture by the fast kernels where they agree with the plain path
@@ -53,15 +53,15 @@ class TargetOptions:
         _require(self.target_dtype in DTYPES, f"target_dtype must be one of {DTYPES}, got {self.target_dtype!r}")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DataOptions:
     """Which conversations, and how they are packed."""
 
-    data: str = "data/smollm2_conversations.jsonl"  # conversations: JSONL, Parquet, a datasets folder, or "random:24"
-    pack_length: int = 1024  # T, tokens of one pack
-    max_conversations: int | None = None  # read at most this many; None: all
-    held_out: int = 24  # conversations kept for evaluation, chosen by prompt
-    held_out_data: str | None = None  # take them from this file instead; None: from `data`
+    data: str  # conversations: JSONL, Parquet, a datasets folder, or "random:24"
+    pack_length: int  # T, tokens of one pack
+    max_conversations: int | None  # read at most this many; None: all
+    held_out: int  # conversations kept for evaluation, chosen by prompt
+    held_out_data: str | None  # take them from this file instead; None: from `data`
     max_skipped: float = 0.1  # share of a file's rows that may be unusable; more of them stops the run
 
     def __post_init__(self) -> None:
@@ -74,15 +74,15 @@ class DataOptions:
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DrafterOptions:
     """Shape of the drafter and where its weights start."""
 
-    drafter_layers: int = 2  # L
-    block_size: int = 8  # S, slot 0 is the anchor
-    max_anchors: int = 128  # A, blocks per pack
+    drafter_layers: int  # L
+    block_size: int  # S, slot 0 is the anchor
+    max_anchors: int  # A, blocks per pack
     mask_token_id: int | None = None  # None: an unused token of the target
-    draft_vocab: int | None = None  # propose only this many most frequent tokens; 0: those in the data; None: all
+    draft_vocab: int | None  # propose only this many most frequent tokens; 0: those in the data; None: all
     warm_start: bool | str = "auto"  # copy the target's last layers: True, False for random weights, "auto" where exact
     start_from: str | None = None  # start from the drafter in this folder (own checkpoint, z-lab or speculators layout)
     attention: str = "auto"  # "auto", "flex", "triton", "sdpa" or "sdpa_chunked"
@@ -137,21 +137,21 @@ class DrafterOptions:
         return {name: getattr(self, name) for name in SECOND_KIND} | {"sliding_window": windows if any(windows) else None}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TrainOptions:
     """Optimisation."""
 
-    steps: int = 400
-    max_minutes: float | None = None  # plan fewer steps if the first ones say that all take longer; estimated once, no limit
-    packs_per_step: int = 1  # packs whose gradients make one step, over all replicas
-    lr: float = 1e-3
-    warmup_steps: int = 20
+    steps: int
+    max_minutes: float | None  # plan fewer steps if the first ones say that all take longer; estimated once, no limit
+    packs_per_step: int  # packs whose gradients make one step, over all replicas
+    lr: float
+    warmup_steps: int
     min_lr_ratio: float = 0.05  # cosine ends at lr times this
     weight_decay: float = 0.01
     betas: tuple[float, float] = (0.9, 0.95)
     max_grad_norm: float = 1.0
-    gamma: float | None = 10.0  # decay of slot weights; None: uniform; 0: slot 1 only
-    soft_labels: bool = False  # KL to the target's distribution instead of cross entropy to the token
+    gamma: float | None  # decay of slot weights; None: uniform; 0: slot 1 only
+    soft_labels: bool  # KL to the target's distribution instead of cross entropy to the token
     reduction: str = "weight_mean"
     selector_alpha: float = 1.0  # dflash2: weight of the candidate selector's loss
     selector_missing: str = "replace"  # right token no candidate: it "replace"s the weakest in the loss, or "skip" the slot
@@ -159,8 +159,8 @@ class TrainOptions:
     features: str = "auto"  # "offline" (captured once, cached), "online", or "auto" by cache_gib
     cache_gib: float = 2.0  # bound of the feature cache in memory
     cache_dir: str | None = None  # keep the cached features on disk here instead
-    eval_every: int = 50  # steps; 0: never
-    checkpoint_every: int = 200  # steps; 0: never, not even at the end, so there is nothing to resume or evaluate
+    eval_every: int  # steps; 0: never
+    checkpoint_every: int  # steps; 0: never, not even at the end, so there is nothing to resume or evaluate
     keep_checkpoints: int = 2
     seed: int = 0
 
@@ -243,15 +243,16 @@ DTYPES = ("auto", "float32", "bfloat16")
 TARGET_ATTENTION = ("auto", "sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """All sections."""
+    """All sections. `recipe`: where settings came from that nobody named; None where all were named."""
 
-    target: TargetOptions = field(default_factory=TargetOptions)
-    data: DataOptions = field(default_factory=DataOptions)
-    drafter: DrafterOptions = field(default_factory=DrafterOptions)
-    train: TrainOptions = field(default_factory=TrainOptions)
-    runtime: RuntimeOptions = field(default_factory=RuntimeOptions)
+    recipe: str | None = None
+    target: TargetOptions
+    data: DataOptions
+    drafter: DrafterOptions
+    train: TrainOptions
+    runtime: RuntimeOptions
 
     def __post_init__(self) -> None:
         _require(
@@ -261,47 +262,45 @@ class RunConfig:
         )
 
     @classmethod
-    def from_parameters(cls, **parameters: Any) -> RunConfig:
-        """From flat names, as a notebook or a command line has them; values are coerced by declared type.
+    def from_parameters(cls, recipe: str | None = AUTO, **parameters: Any) -> RunConfig:
+        """From flat names, as a notebook or a command line has them: a recipe, and what is passed instead of its values.
+
+        Args:
+            recipe: a name, or "auto" or None: by the device and the target (`choose_recipe`).
+            parameters: settings, coerced by declared type. None is a value like any other: `gamma=None` is uniform.
 
         Raises: ConfigError for an unknown name (with the nearest known one) or a value of the wrong type.
         """
-        owners = {f.name: section for section in _SECTIONS for f in dataclasses.fields(_SECTIONS[section])}
-        refuse_unknown(parameters, owners, "parameter")
-        sections: dict[str, dict[str, Any]] = {section: {} for section in _SECTIONS}
-        for name, value in parameters.items():
-            section = owners[name]
-            sections[section][name] = coerce(name, value, typing.get_type_hints(_SECTIONS[section])[name])
-        return cls(**{section: _SECTIONS[section](**values) for section, values in sections.items()})
+        refuse_unknown(parameters, ["recipe", *_OWNERS], "parameter")
+        given = {name: coerce(name, value, _TYPES[name]) for name, value in parameters.items()}
+        if recipe in (None, "", AUTO):
+            packaged = given.get("target", PACKAGED) == PACKAGED
+            recipe = choose_recipe(packaged, given.get("gpus"))
+        return cls._made(recipe, _flat(read_recipe(recipe)) | given)
 
     @classmethod
-    def from_namespace(cls, namespace: Mapping[str, Any], also: tuple[str, ...] = ()) -> RunConfig:
-        """From a notebook's variables: those that are parameters are used.
-
-        papermill injects a misspelt parameter with no more than a warning; so a variable that is nearly a parameter's
-        name (or one of `also`, the notebook's own parameters) is refused.
-        """
-        known = setting_names()
-        plain = (str, int, float, bool, list, tuple, type(None))
-        for name, value in namespace.items():
-            if name.startswith("_") or name in known or name in also or not isinstance(value, plain):
-                continue
-            near = difflib.get_close_matches(name, [*known, *also], n=1, cutoff=0.75)
-            if near:
-                raise ConfigError(f"unknown parameter {name!r}; did you mean {near[0]!r}?")
-        return cls.from_parameters(**{name: namespace[name] for name in known if name in namespace})
+    def _made(cls, recipe: str | None, settings: Mapping[str, Any]) -> RunConfig:
+        """From values of the declared types."""
+        missing = [name for name in RECIPE_SETTINGS if name not in settings]
+        if missing == ["data"]:
+            raise ConfigError(
+                f"the recipe {recipe!r} leaves `data` to you: text that this target wrote (`dflash regenerate` has it write "
+                "answers), or random:24 to try speed and memory"
+            )
+        _require(not missing, f"the recipe {recipe!r} does not say {', '.join(missing)}")
+        sections: dict[str, dict[str, Any]] = {section: {} for section in _SECTIONS}
+        for name, value in settings.items():
+            sections[_OWNERS[name]][name] = coerce(name, value, _TYPES[name])
+        return cls(recipe=recipe, **{section: _SECTIONS[section](**values) for section, values in sections.items()})
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> RunConfig:
-        """From nested plain values (`to_dict`, config.yaml)."""
-        refuse_unknown(values, _SECTIONS, "section")
-        flat: dict[str, Any] = {}
-        for section, content in values.items():
-            if not isinstance(content, Mapping):
-                raise ConfigError(f"section {section!r} must be a mapping of settings, got {content!r}")
-            refuse_unknown(content, [f.name for f in dataclasses.fields(_SECTIONS[section])], f"{section} setting")
-            flat |= content
-        return cls.from_parameters(**flat)
+        """From nested plain values (`to_dict`, config.yaml). What they leave out comes from their recipe."""
+        refuse_unknown(values, ["recipe", *_SECTIONS], "section")
+        recipe, given = values.get("recipe"), _flat({k: v for k, v in values.items() if k != "recipe"})
+        if all(name in given for name in RECIPE_SETTINGS):  # a run's own file: settled, whatever a recipe says today
+            return cls._made(recipe, given)
+        return cls.from_parameters(recipe, **given)
 
     @classmethod
     def load(cls, path: str | Path) -> RunConfig:
@@ -314,13 +313,24 @@ class RunConfig:
             raise ConfigError(f"{path} must hold sections {', '.join(_SECTIONS)}, got {type(values).__name__}")
         return cls.from_dict(_as_it_was(values))
 
+    def brief(self) -> str:
+        """The recipe and the settings that matter first, in one line."""
+        drafter, train = self.drafter, self.train
+        minutes = "" if train.max_minutes is None else f", at most about {train.max_minutes:g} minutes"
+        return (
+            f"recipe {self.recipe or '-'}: {drafter.drafter_layers} layers, blocks of {drafter.block_size}, "
+            f"{drafter.max_anchors} anchors, {train.packs_per_step} x {self.data.pack_length:,} tokens a step; "
+            f"{train.steps:,} steps{minutes}, lr {train.lr:g}, gamma {train.gamma}"
+        )
+
     def to_dict(self) -> dict[str, Any]:
         """Nested plain values that YAML can hold."""
 
         def listed(value: Any) -> Any:
             return [listed(v) for v in value] if isinstance(value, (tuple, list)) else value
 
-        return {s: {k: listed(v) for k, v in dataclasses.asdict(getattr(self, s)).items()} for s in _SECTIONS}
+        sections = {s: {k: listed(v) for k, v in dataclasses.asdict(getattr(self, s)).items()} for s in _SECTIONS}
+        return {"recipe": self.recipe, **sections}
 
 
 _SECTIONS: dict[str, type] = {
@@ -330,6 +340,14 @@ _SECTIONS: dict[str, type] = {
     "train": TrainOptions,
     "runtime": RuntimeOptions,
 }
+
+
+PACKAGED = TargetOptions.target  # the default target
+_OWNERS = {f.name: section for section, options in _SECTIONS.items() for f in dataclasses.fields(options)}
+_TYPES = {name: kind for options in _SECTIONS.values() for name, kind in typing.get_type_hints(options).items()}
+RECIPE_SETTINGS = tuple(  # settings without a default: each recipe says them
+    f.name for options in _SECTIONS.values() for f in dataclasses.fields(options) if f.default is dataclasses.MISSING
+)
 
 
 def _as_it_was(values: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -345,68 +363,27 @@ def _as_it_was(values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def setting_names() -> list[str]:
-    """Every setting's name, in the order of the sections."""
-    return [f.name for section in _SECTIONS.values() for f in dataclasses.fields(section)]
+    """What a run takes: "recipe", and every setting in the order of the sections."""
+    return ["recipe", *_OWNERS]
 
 
-def coerce(name: str, value: Any, declared: Any) -> Any:
-    """`value` as the declared type; papermill and YAML deliver '3e-4', 'false', '5,6,7' or '' as strings.
-
-    Raises: ConfigError naming the parameter, what was got and what was wanted.
-    """
-    options = typing.get_args(declared) if typing.get_origin(declared) in (typing.Union, types.UnionType) else (declared,)
-    if type(None) in options and (
-        value is None or (isinstance(value, str) and value.strip().lower() in ("", "none", "null"))
-    ):
-        return None
-    for option in options:
-        if option is type(None):
-            continue
-        try:
-            return _as(value, option)
-        except (TypeError, ValueError, SyntaxError):
-            continue
-    wanted = " or ".join(getattr(o, "__name__", str(o)) if typing.get_origin(o) is None else str(o) for o in options)
-    raise ConfigError(f"{name} must be {wanted.replace('NoneType', 'None')}, got {value!r} ({type(value).__name__})")
+def nullable(name: str) -> bool:
+    """Whether None is a value of this setting."""
+    return name in _TYPES and type(None) in typing.get_args(_TYPES[name])
 
 
-def _as(value: Any, kind: Any) -> Any:
-    if typing.get_origin(kind) is tuple:
-        items = ast.literal_eval(value) if isinstance(value, str) and value.strip()[:1] in "([" else value
-        if isinstance(items, str):
-            items = [part for part in items.replace(" ", "").split(",") if part]
-        if isinstance(items, (int, float)):
-            items = [items]
-        of = typing.get_args(kind)[0]
-        return tuple(_as(item, of) for item in items)
-    if kind is bool:
-        if isinstance(value, bool):
-            return value
-        lowered = str(value).strip().lower()
-        if lowered in ("true", "1", "yes", "on"):
-            return True
-        if lowered in ("false", "0", "no", "off"):
-            return False
-        raise ValueError(value)
-    if kind is int:
-        if isinstance(value, bool) or (isinstance(value, float) and not value.is_integer()):
-            raise ValueError(value)
-        if isinstance(value, str):
-            number = float(value)
-            if not number.is_integer():
-                raise ValueError(value)
-            return int(value) if value.strip().lstrip("+-").isdigit() else int(number)
-        return int(value)
-    if kind is float:
-        if isinstance(value, bool):
-            raise ValueError(value)
-        return float(value)
-    if kind is str:
-        if not isinstance(value, str):
-            raise TypeError(value)
-        return value
-    if kind is list:
-        if not isinstance(value, (list, tuple)):
-            raise TypeError(value)
-        return list(value)
-    raise TypeError(kind)
+def setting_value(name: str, value: Any) -> Any:
+    """`value` as the setting `name` has it, in plain types. ConfigError naming what was got and what was wanted."""
+    value = coerce(name, value, _TYPES.get(name, str))
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _flat(sections: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of all sections under their names. ConfigError for a section or setting that there is not."""
+    flat: dict[str, Any] = {}
+    for section, content in sections.items():
+        if not isinstance(content, Mapping):
+            raise ConfigError(f"section {section!r} must be a mapping of settings, got {content!r}")
+        refuse_unknown(content, [f.name for f in dataclasses.fields(_SECTIONS[section])], f"{section} setting")
+        flat |= content
+    return flat

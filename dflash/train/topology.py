@@ -86,6 +86,11 @@ def available_gpus() -> int:
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
+def is_cpu(value: Any) -> bool:
+    """Whether a value of `gpus` asks for the CPU."""
+    return isinstance(value, str) and _CPU_WORKERS.fullmatch(value.strip().lower()) is not None
+
+
 def parse_gpus(value: Any, available: int, name: str = "gpus") -> list[int] | str | None:
     """GPU indices from whatever a person, YAML or papermill hands over.
 

@@ -20,7 +20,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +38,7 @@ from dflash.views.dashboard.series import RunSeries
 from dflash.views.progress import TerminalProgress
 from dflash.views.report import build_report
 from dflash.views.report.notebook_part import Verdict, run_shown, verdict
-from dflash.workbook.parameters import accepted_parameters, check_parameters, declared_parameters, read_notebook
+from dflash.workbook.parameters import check_parameters, declared_types, extra_settings, read_notebook
 
 OK, CELL_FAILED, REFUSED, INTERRUPTED, KILLED = 0, 1, 2, 130, 138
 AUTOSAVE_SECONDS = 5
@@ -79,8 +79,8 @@ def run_notebook(
     if cell_timeout is not None and cell_timeout < 1:
         raise ConfigError(f"the time limit of a cell must be at least 1 second, got {cell_timeout}; leave it out for none")
     source = read_notebook(notebook)
-    declared = declared_parameters(source)
-    checked = check_parameters(declared, parameters or {}, accepted_parameters(source))
+    declared = declared_types(source)
+    checked = check_parameters(declared, parameters or {}, extra_settings(source))
     if "run_id" in declared and "run_id" not in checked and out.name == "report.ipynb":
         checked["run_id"] = out.resolve().parent.name  # runs/<id>/report.ipynb: the run belongs into that folder
         if ROOT_PARAMETER in declared and ROOT_PARAMETER not in checked:
@@ -253,17 +253,18 @@ class _Stop:
         return bool(self.series.last_step) and self.series.run_end is None and is_running(self.series.path) is not False
 
 
-def parameters_from(pairs: list[list[str]], yaml_texts: list[str], yaml_file: str | None) -> dict[str, Any]:
-    """`-p name value` (text, read by the declared type), `-y 'name: value'` and `-f FILE` as one mapping."""
+def parameters_from(pairs: Iterable[Sequence[str]], yaml_texts: Iterable[str], files: Iterable[str] = ()) -> dict[str, Any]:
+    """`-p name value` (text, read by the declared type), `-y 'name: value'` and `-f FILE` as one mapping, as papermill
+    orders them."""
+    from papermill.iorw import NoDatesSafeLoader  # a date stays text
+
     found: dict[str, Any] = {}
-    texts = [Path(yaml_file).read_text()] if yaml_file else []
-    for text in texts + yaml_texts:
+    for text in [*(Path(file).read_text() for file in files), *yaml_texts]:
         try:
-            content = yaml.safe_load(text)
+            content = yaml.load(text, Loader=NoDatesSafeLoader)
         except yaml.YAMLError as error:
             raise ConfigError(f"parameters {text!r} are not YAML: {' '.join(str(error).split())}") from None
-        if not isinstance(content, dict):
+        if not isinstance(content, dict | None):
             raise ConfigError(f"parameters in YAML must be 'name: value', got {text[:80]!r}")
-        found.update(content)
-    found.update({name: value for name, value in pairs})
-    return found
+        found.update(content or {})
+    return found | {name: value for name, value in pairs}

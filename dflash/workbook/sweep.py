@@ -18,7 +18,7 @@ import nbformat
 from dflash.errors import ConfigError
 from dflash.views.report.comparison import build_comparison
 from dflash.views.report.notebook_part import verdict
-from dflash.workbook.parameters import accepted_parameters, check_parameters, declared_parameters, read_notebook
+from dflash.workbook.parameters import check_parameters, declared_types, extra_settings, read_notebook
 from dflash.workbook.run_notebook import INTERRUPTED, OK, run_notebook
 
 
@@ -45,10 +45,10 @@ def sweep(
 ) -> dict[str, int]:
     """Run the grid; exit codes by point. All parameters of all points are checked before the first one runs."""
     source = read_notebook(notebook)
-    declared, accepted = declared_parameters(source), accepted_parameters(source)
+    declared, settings = declared_types(source), extra_settings(source)
     points = [{**(fixed or {}), **point} for point in grid(axes)]
     for point in points:
-        check_parameters(declared, point, accepted)
+        check_parameters(declared, point, settings)
     folder, codes = Path(folder), {}
     folder.mkdir(parents=True, exist_ok=True)
     for number, point in enumerate(points, 1):
