@@ -25,7 +25,7 @@ def _main(argv: list[str] | None) -> int:
     parser = argparse.ArgumentParser(
         prog="dflash",
         description="Train a DFlash drafter, and find out why a run fails.",
-        epilog="example:\n  dflash train --config runs/night/config.yaml --resume",
+        epilog="example:\n  dflash train --recipe cpu --set max_minutes=2",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")

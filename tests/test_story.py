@@ -12,6 +12,8 @@ import pytest
 import yaml
 from patience import PATIENCE
 
+from dflash.train.settings import RunConfig
+
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "tools" / "story.py"
 
@@ -117,8 +119,10 @@ def test_notebooks_print_no_place_of_the_interpreter():
 
 
 def test_the_storys_sizes(tool):
-    names = ("target", "pack_length", "max_anchors", "block_size", "num_captured", "drafter_layers", "gamma")
-    assert [tool.STORY[name] for name in names] == ["random:qwen3.6-27b", 40000, 1024, 32, 5, 5, 10.0]
+    config = RunConfig.from_parameters(**tool.STORY, gpus="5,6,7")
+    assert config.target.target == "random:qwen3.6-27b" and config.drafter.drafter_layers == 5
+    assert (config.data.pack_length, config.drafter.max_anchors, config.drafter.block_size) == (40000, 1024, 32)
+    assert (config.target.num_captured, config.train.gamma, config.train.features) == (5, 10.0, "online")
 
 
 @pytest.mark.slow

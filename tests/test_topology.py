@@ -109,6 +109,23 @@ def test_the_story_line():
     assert places(decide(config.runtime, 8)) == ([5, 6, 7], [[0], [1], [2], [3], [4]], False)
 
 
+def test_gpus_that_an_environment_variable_hides_are_named(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,6,7")
+    wanted = (
+        r"has 3 GPUs \(0 to 2\): CUDA_VISIBLE_DEVICES=5,6,7 leaves these, and gpus counts them from 0 "
+        r"\(0 is 5, 1 is 6, 2 is 7\); choose among them"
+    )
+    with pytest.raises(ConfigError, match=wanted):
+        parse_gpus("5,6,7", 3)
+    assert parse_gpus("0,1,2", 3) == [0, 1, 2]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-0f3c,MIG-77aa")
+    with pytest.raises(ConfigError, match="target_gpus counts them from 0 .0 is GPU-0f3c, 1 is MIG-77aa."):
+        parse_gpus([2], 2, "target_gpus")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(ConfigError, match="has 0 GPUs, since CUDA_VISIBLE_DEVICES='' hides all it may have; run without"):
+        parse_gpus(5, 0)
+
+
 def test_overrides_and_sharded_targets():
     assert places(decide(RuntimeOptions(gpus=[6, 7], target_gpus="0,1,2,3"), 8)) == ([6, 7], [[0], [1], [2], [3]], False)
     assert places(decide(RuntimeOptions(target_gpus="0,1"), 4)) == ([2, 3], [[0], [1]], False)

@@ -234,6 +234,70 @@ def test_signals_within_a_second_are_one_wish_and_a_later_one_ends_it_now(monkey
     assert len(stops) == 2
 
 
+TINY = dict(
+    target="random:tiny",
+    data="random:6",
+    pack_length=96,
+    max_anchors=8,
+    drafter_layers=1,
+    num_captured=2,
+    warm_start=False,
+    features="online",
+    eval_every=0,
+    gpus="cpu",
+)
+
+
+def sets(**values) -> list[str]:
+    return [word for name, value in values.items() for word in ("--set", f"{name}={value}")]
+
+
+def test_a_recipe_and_settings_need_no_file_and_a_run_goes_on_with_others(tmp_path, capsys):
+    place = ["--runs", str(tmp_path / "runs"), "--run-id", "a"]
+    assert main(["train", "--recipe", "cpu", *sets(**TINY, steps=2, lr="3e-3", gamma="none"), *place]) == 0
+    run = tmp_path / "runs/a"
+    config = RunConfig.load(run / "config.yaml")
+    assert (config.recipe, config.train.steps, config.train.lr, config.train.gamma) == ("cpu", 2, 3e-3, None)
+    assert config.drafter.block_size == 4 and len(losses(run)) == 2, "what nobody set is the recipe's"
+
+    file = str(run / "config.yaml")
+    assert main(["train", "--config", file, "--resume", *sets(steps=3)]) == 0
+    assert len(losses(run)) == 3 and RunConfig.load(file).train.steps == 3, "where a later resume reads it"
+    stood = (run / "config.yaml").read_text()
+    assert main(["train", "--config", file, "--resume", *sets(drafter_layers=2)]) == 2
+    assert (run / "config.yaml").read_text() == stood and "drafter_layers" in capsys.readouterr().err
+
+
+def test_settings_from_the_command_line_win_over_a_file_of_your_own(tmp_path):
+    mine = tmp_path / "mine.yaml"
+    mine.write_text(yaml.safe_dump({"recipe": "cpu", "train": {"steps": 5, "lr": 0.5}}))
+    place = ["--runs", str(tmp_path / "runs"), "--run-id", "b"]
+    assert main(["train", "--config", str(mine), *sets(**TINY, steps=1), *place]) == 0
+    assert yaml.safe_load(mine.read_text())["train"]["steps"] == 5, "a file that is no run's is left alone"
+    [run] = (tmp_path / "runs").iterdir()
+    config = RunConfig.load(run / "config.yaml")
+    assert (config.train.steps, config.train.lr) == (1, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--set", "lr"], "wanted NAME=VALUE, for example lr=3e-3, got 'lr'"),
+        (["--set", "lr=fast"], "lr must be float, got 'fast'"),
+        (["--set", "learning_rate=1"], "unknown parameter 'learning_rate'"),
+        (["--recipe", "huge"], "there is no recipe 'huge'"),
+        (["--recipe", "cpu", "--config", "c.yaml"], "not allowed with argument --recipe"),
+        (["--resume"], "give its --config"),
+    ],
+)
+def test_a_command_line_that_cannot_work_is_one_sentence(arguments, message, capsys):
+    try:
+        code = main(["train", *arguments])
+    except SystemExit as ended:
+        code = ended.code
+    assert code == 2 and message in capsys.readouterr().err
+
+
 def test_refusals(material, tmp_path, capsys):
     config = write_config(material, tmp_path / "runs/x", gpus="5,6,7")
     assert main(["train", "--config", str(config), "--runs", str(tmp_path / "runs")]) == 2

@@ -25,23 +25,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-STORY = dict(
-    target="random:qwen3.6-27b",
-    data="random:24",
-    pack_length=40000,
-    num_captured=5,
-    drafter_layers=5,
-    block_size=32,
-    max_anchors=1024,
-    gamma=10.0,
-    draft_vocab="",
-    warm_start=False,
-    lr=1e-4,
-    eval_every=0,
-    checkpoint_every=0,
-    features="online",
-    max_minutes="",
-)
+STORY = dict(recipe="story")
 TINY = dict(
     target="random:tiny-hybrid",
     data="random:6",

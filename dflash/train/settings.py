@@ -271,7 +271,7 @@ class RunConfig:
 
         Raises: ConfigError for an unknown name (with the nearest known one) or a value of the wrong type.
         """
-        refuse_unknown(parameters, ["recipe", *_OWNERS], "parameter")
+        refuse_unknown(parameters, setting_names(), "parameter")
         given = {name: coerce(name, value, _TYPES[name]) for name, value in parameters.items()}
         if recipe in (None, "", AUTO):
             packaged = given.get("target", PACKAGED) == PACKAGED
@@ -294,24 +294,27 @@ class RunConfig:
         return cls(recipe=recipe, **{section: _SECTIONS[section](**values) for section, values in sections.items()})
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> RunConfig:
-        """From nested plain values (`to_dict`, config.yaml). What they leave out comes from their recipe."""
+    def from_dict(cls, values: Mapping[str, Any], **changes: Any) -> RunConfig:
+        """From nested plain values (`to_dict`, config.yaml), with `changes` by flat name. What they leave out comes from
+        their recipe."""
         refuse_unknown(values, ["recipe", *_SECTIONS], "section")
-        recipe, given = values.get("recipe"), _flat({k: v for k, v in values.items() if k != "recipe"})
+        refuse_unknown(changes, setting_names(), "parameter")
+        recipe = changes.pop("recipe", values.get("recipe"))
+        given = _flat({k: v for k, v in values.items() if k != "recipe"}) | changes
         if all(name in given for name in RECIPE_SETTINGS):  # a run's own file: settled, whatever a recipe says today
             return cls._made(recipe, given)
         return cls.from_parameters(recipe, **given)
 
     @classmethod
-    def load(cls, path: str | Path) -> RunConfig:
-        """Read a config.yaml. Raises ConfigError naming the file when it is not one."""
+    def load(cls, path: str | Path, **changes: Any) -> RunConfig:
+        """Read a config.yaml, with `changes` by flat name. Raises ConfigError naming the file when it is not one."""
         try:
             values = yaml.safe_load(Path(path).read_text())
         except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
             raise ConfigError(f"cannot read the config file {path}: {' '.join(str(error).split())}") from None
         if not isinstance(values, Mapping):
             raise ConfigError(f"{path} must hold sections {', '.join(_SECTIONS)}, got {type(values).__name__}")
-        return cls.from_dict(_as_it_was(values))
+        return cls.from_dict(_as_it_was(values), **changes)
 
     def brief(self) -> str:
         """The recipe and the settings that matter first, in one line."""

@@ -8,6 +8,7 @@ CPU, so that a topology of many devices can be tried without any.
 from __future__ import annotations
 
 import operator
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -134,6 +135,7 @@ def parse_gpus(value: Any, available: int, name: str = "gpus") -> list[int] | st
         if index >= available:
             there = f"{available} GPU{'' if available == 1 else 's'}"
             known = f" (0 to {available - 1})" if available > 1 else " (0)" if available else ""
+            known += _hidden(available, name)
             what_to_do = (
                 f"choose among them, or run with {name}=cpu"
                 if available
@@ -143,6 +145,17 @@ def parse_gpus(value: Any, available: int, name: str = "gpus") -> list[int] | st
                 f"{name}={_show(value)} asks for GPU {index}, but this machine has {there}{known}; {what_to_do}"
             )
     return indices
+
+
+def _hidden(available: int, name: str) -> str:
+    """What CUDA_VISIBLE_DEVICES has to do with it, where it is set."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return ""
+    if not available:
+        return f", since CUDA_VISIBLE_DEVICES={visible!r} hides all it may have"
+    numbers = ", ".join(f"{i} is {gpu.strip()}" for i, gpu in enumerate(visible.split(",")[:available]))
+    return f": CUDA_VISIBLE_DEVICES={visible} leaves these, and {name} counts them from 0 ({numbers})"
 
 
 def _index(part: Any, value: Any, name: str) -> int:
