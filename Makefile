@@ -16,7 +16,7 @@ help:
 
 env: $(VENV)/ready
 
-$(VENV)/ready: requirements.txt requirements-test.txt requirements-model.txt tools/make_env.py
+$(VENV)/ready: pyproject.toml requirements.txt requirements-test.txt requirements-model.txt tools/make_env.py
 	$(PYTHON) tools/make_env.py $(VENV) --torch '$(TORCH)'
 	touch $@
 
@@ -24,14 +24,11 @@ train: env
 	mkdir -p runs/$(ID)
 	status=0; $(BIN)/papermill notebooks/05_train.ipynb runs/$(ID)/report.ipynb -r run_id $(ID) \
 	    --autosave-cell-every 5 $(PARAMETERS) || status=$$?; \
-	$(BIN)/python -m dflash report runs/$(ID)/report.ipynb -o runs/$(ID)/report.html; exit $$status
+	$(BIN)/dflash report runs/$(ID)/report.ipynb -o runs/$(ID)/report.html; exit $$status
 
-# make train-gpu   the same on one GPU with more data, 5 minutes of training
+# make train-gpu   the same on one GPU with more data, 5 minutes of training (dflash/recipes/gpu.yaml)
 train-gpu:
-	$(MAKE) train PARAMETERS="-p gpus 0 -p data data/smollm2_greedy.parquet \
-	    -p held_out_data data/smollm2_conversations.jsonl -p held_out 64 -r max_conversations '' -r draft_vocab '' \
-	    -p drafter_layers 4 -p num_captured 5 -p block_size 8 -p max_anchors 512 -p pack_length 4096 -r gamma 4.0 \
-	    -p steps 4000 -p lr 1e-3 -r max_minutes 5 -p eval_every 250 -p checkpoint_every 500 $(PARAMETERS)"
+	$(MAKE) train PARAMETERS="-p recipe gpu -p gpus 0 $(PARAMETERS)"
 
 WORKERS ?= 2
 PYTEST = $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile
@@ -82,7 +79,8 @@ lint: env
 	PATH=$(CURDIR)/$(BIN):$$PATH lint-imports --no-cache
 
 lab: env
-	$(BIN)/jupyter lab --notebook-dir . notebooks/index.ipynb
+	$(BIN)/jupyter lab --notebook-dir . --LabApp.default_url=/lab/tree/notebooks/index.ipynb \
+	    $(if $(filter 0,$(shell id -u)),--allow-root) $(LAB)
 
 clean:
 	rm -rf $(VENV) $(SERVE)

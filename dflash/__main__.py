@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
+from collections.abc import Iterable
 
 from dflash.errors import DFlashError
 
@@ -20,18 +22,28 @@ def main(argv: list[str] | None = None) -> int:
         return 130
 
 
-def _main(argv: list[str] | None) -> int:
-    argv = sys.argv[1:] if argv is None else argv
+def build_parser(names: Iterable[str] = COMMANDS) -> argparse.ArgumentParser:
+    """The command line, with these commands. No command's own imports happen here, so help is there at once."""
     parser = argparse.ArgumentParser(
         prog="dflash",
-        description="Train a DFlash drafter, and find out why a run fails.",
+        description="Train a DFlash drafter, and find out why a run fails.\n"
+        'Commands are completed on TAB after: eval "$(register-python-argcomplete dflash)"',
         epilog="example:\n  dflash train --recipe cpu --set max_minutes=2",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    asked = [argv[0]] if argv and argv[0] in COMMANDS else list(COMMANDS)
-    for name in asked:
+    for name in names:
         importlib.import_module(f"dflash.commands.{name.replace('-', '_')}").add_parser(commands)
+    return parser
+
+
+def _main(argv: list[str] | None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    parser = build_parser([argv[0]] if argv and argv[0] in COMMANDS else COMMANDS)
+    if "_ARGCOMPLETE" in os.environ:  # a shell asks what could follow
+        import argcomplete
+
+        argcomplete.autocomplete(parser)
     args = parser.parse_args(argv)
     try:
         return args.run(args) or 0

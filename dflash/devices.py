@@ -16,10 +16,10 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 def device_named(name: str | torch.device) -> torch.device:
-    """The device of this name. Raises ConfigError for a name that torch does not know, a device of another type than cpu
-    and cuda, or a GPU that is not here."""
+    """The device of this name, "auto" being a GPU where there is one. Raises ConfigError for a name that torch does not
+    know, a device of another type than cpu and cuda, or a GPU that is not here."""
     try:
-        device = torch.device(name)
+        device = torch.device(default_device() if name == "auto" else name)
     except RuntimeError:
         raise ConfigError(f"there is no device {str(name)!r}; give cpu, cuda or cuda:0") from None
     if device.type not in DEVICE_TYPES:

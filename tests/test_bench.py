@@ -17,8 +17,9 @@ from dflash.__main__ import main
 from dflash.bench import attention, pipeline, target, timing
 from dflash.bench.arguments import writable
 from dflash.bench.attention import make_mask, visible_pairs
+from dflash.bench.shapes import StepShape
 from dflash.bench.timing import Timing, matmul_ceiling, measure, refuse_hours
-from dflash.bench.workload import StepShape, make_drafter, make_head, make_inputs, matmul_flops
+from dflash.bench.workload import make_drafter, make_head, make_inputs, matmul_flops
 from dflash.drafter.head_plan import HeadPlan
 
 CPU = torch.device("cpu")

@@ -14,7 +14,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from dflash.bench.workload import StepShape, make_drafter, make_head, make_inputs
+from dflash.bench.shapes import StepShape
+from dflash.bench.workload import make_drafter, make_head, make_inputs
 from dflash.drafter.attention import AttentionMask, attention
 from dflash.drafter.masks import AnchorSet, document_ids, sample_anchors
 from dflash.target.capture import Target

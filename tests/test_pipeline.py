@@ -13,7 +13,8 @@ import torch
 from pipeline_lab import StampPlanner, StampReplica, StampSource, run_torchrun, serial_run
 
 from dflash.bench.pipeline import memory_now, run_steps
-from dflash.bench.pipeline_case import SMALL, TINY, Case, make_engine, make_packs, make_target
+from dflash.bench.pipeline_case import Case, make_engine, make_packs, make_target
+from dflash.bench.shapes import SMALL, TINY
 from dflash.distributed.threads import PipelineEngine
 from dflash.target.features import OnlineFeatures
 from dflash.target.spread import shard_target

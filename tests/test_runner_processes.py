@@ -8,7 +8,8 @@ import pytest
 import torch
 from pipeline_lab import run_torchrun, serial_run
 
-from dflash.bench.pipeline_case import TINY, Case
+from dflash.bench.pipeline_case import Case
+from dflash.bench.shapes import TINY
 from dflash.distributed.cluster import Roles, roles_of, workers
 from dflash.distributed.inbox import LocalInbox
 from dflash.distributed.schedule import Schedule, steps_ahead

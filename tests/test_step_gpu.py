@@ -7,7 +7,8 @@ import contextlib
 import pytest
 import torch
 
-from dflash.bench.pipeline_case import SMALL, Case, make_planner, make_replica, make_target
+from dflash.bench.pipeline_case import Case, make_planner, make_replica, make_target
+from dflash.bench.shapes import SMALL
 from dflash.compile_safety import installed
 from dflash.devices import Readback
 from dflash.target.features import OnlineFeatures

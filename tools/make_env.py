@@ -2,9 +2,9 @@
 
     python3 tools/make_env.py .venv --torch torch==2.13.0
 
-A torch that this Python already has is used, where it satisfies requirements.txt; otherwise `--torch` is installed
-first, one tested version instead of the newest and largest. The package with the embedded target is installed without
-its dependencies: one of them would compile llama.cpp for minutes.
+A torch that this Python already has is used, where it satisfies pyproject.toml; otherwise `--torch` is installed first,
+one tested version instead of the newest and largest. This package is installed in place, so that `dflash` is a command.
+The package with the embedded target is installed without its dependencies: one of them would compile llama.cpp for minutes.
 """
 
 from __future__ import annotations
@@ -22,9 +22,11 @@ OLDEST = (3, 11)  # Python
 
 
 def torch_range() -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Lowest allowed and first forbidden version of torch, from requirements.txt."""
-    line = next(x for x in (ROOT / "requirements.txt").read_text().splitlines() if x.startswith("torch>="))
-    low, high = re.match(r"torch>=([\d.]+),<([\d.]+)", line).groups()
+    """Lowest allowed and first forbidden version of torch, from pyproject.toml."""
+    import tomllib  # Python 3.11 and newer: an older one is told so first
+
+    needed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    low, high = re.match(r"torch>=([\d.]+),<([\d.]+)", next(x for x in needed if x.startswith("torch>="))).groups()
     return _numbers(low), _numbers(high)
 
 

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import torch
 
-from dflash.bench.arguments import add_json_argument, add_timing_arguments
-from dflash.bench.step import add_shape_arguments, shape_asked
+from dflash.bench.shapes import StepShape
+from dflash.bench.step import shape_asked
 from dflash.bench.timing import environment, free_memory, measure, refuse_hours, synchronize, timing_fields, write_json
-from dflash.bench.workload import StepShape, document_lengths
+from dflash.bench.workload import document_lengths
 from dflash.devices import device_named, dtype_named
-from dflash.drafter.attention import BACKENDS, AttentionMask, attention
+from dflash.drafter.attention import AttentionMask, attention
 from dflash.drafter.masks import document_ids, sample_anchors
 from dflash.runs.tables import Table
 
@@ -94,7 +94,8 @@ def least_seconds(
 def run(args: argparse.Namespace) -> int:
     device, dtype = device_named(args.device), dtype_named(args.dtype)
     shape = shape_asked(args)
-    backends, settings = args.backends.split(","), (shape, device, dtype, args.warmup, args.repeats)
+    named = args.backends or ("flex" if device.type == "cuda" else "sdpa_chunked")
+    backends, settings = named.split(","), (shape, device, dtype, args.warmup, args.repeats)
     refuse_hours(lambda: sum(least_seconds(b, *settings) for b in backends), device, SMALLER)
     results = [measure_backend(b, *settings) for b in backends]
     rows = []
@@ -113,15 +114,3 @@ def run(args: argparse.Namespace) -> int:
         },
     )
     return 0
-
-
-def add_parser(subparsers: argparse._SubParsersAction) -> None:
-    parser = subparsers.add_parser("attention", help="the drafter's attention alone")
-    add_shape_arguments(parser)
-    on_gpu = torch.cuda.is_available()
-    parser.add_argument("--device", default="cuda" if on_gpu else "cpu")
-    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
-    parser.add_argument("--backends", default="flex" if on_gpu else "sdpa_chunked", help=f"of {', '.join(BACKENDS)}")
-    add_timing_arguments(parser, warmup=3, repeats=10)
-    add_json_argument(parser)
-    parser.set_defaults(run=run)

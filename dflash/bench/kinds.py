@@ -20,9 +20,7 @@ from typing import Any
 
 import yaml
 
-from dflash.bench.arguments import add_json_argument, whole
 from dflash.bench.timing import write_json
-from dflash.bench.workload import KINDS
 from dflash.errors import ConfigError
 from dflash.runs.record import read_metrics
 from dflash.runs.tables import Table
@@ -108,17 +106,3 @@ def _summary(kind: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
         "highest": max(lengths, default=None),
         "steps": round(statistics.mean(row["steps"] for row in rows)),
     }
-
-
-def add_parser(subparsers: argparse._SubParsersAction) -> None:
-    parser = subparsers.add_parser("kinds", help="train drafters of several kinds beside each other")
-    parser.add_argument("--kinds", nargs="+", default=["dflash", "dflash2"], choices=tuple(KINDS))
-    parser.add_argument("--seeds", nargs="+", type=whole(0), default=[0, 1, 2])
-    parser.add_argument("--minutes", type=float, default=5.0, help="of each run's training")
-    parser.add_argument("--steps", type=whole(), default=None, help="most steps of a run")
-    parser.add_argument("--limit", type=float, default=9.0, help="minutes after which runs are ended")
-    parser.add_argument("--device", default="0", help='a GPU\'s number, or "cpu"')
-    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="any setting of a run; may repeat")
-    parser.add_argument("--out", default="out/kinds", help="new folder for the runs")
-    add_json_argument(parser)
-    parser.set_defaults(run=run)

@@ -14,7 +14,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from dflash.bench.workload import StepInputs, StepShape
+from dflash.bench.shapes import StepShape
+from dflash.bench.workload import StepInputs
 from dflash.drafter.masks import document_ids
 from dflash.errors import ConfigError
 

@@ -9,20 +9,8 @@ from itertools import cycle
 
 import torch
 
-from dflash.bench.arguments import add_json_argument, whole
-from dflash.bench.pipeline_case import (
-    FULL,
-    MEDIUM,
-    SMALL,
-    TINY,
-    Case,
-    make_engine,
-    make_packs,
-    make_planner,
-    make_replica,
-    make_target,
-    target_flops,
-)
+from dflash.bench.pipeline_case import Case, make_engine, make_packs, make_planner, make_replica, make_target, target_flops
+from dflash.bench.shapes import SHAPES
 from dflash.bench.timing import StepClock, environment, free_memory, matmul_ceiling, measure, refuse_hours, write_json
 from dflash.bench.workload import matmul_flops
 from dflash.compile_safety import protected
@@ -37,7 +25,6 @@ from dflash.train.step import Replica
 from dflash.train.topology import CPU, Topology, decide
 
 _TOO_FAST = 1.5  # a pipeline above this share of its slower side shows that a stage alone was measured too slow
-SHAPES = {"tiny": TINY, "small": SMALL, "medium": MEDIUM, "full": FULL}
 
 
 def memory_now(devices) -> dict[str, dict[str, int | None]]:
@@ -238,7 +225,7 @@ def run(args: argparse.Namespace) -> int:
         else (torch.bfloat16 if topology.drafters[0].type == "cuda" else torch.float32)
     )
     case = Case(
-        SHAPES[args.shape],
+        SHAPES[args.shape or ("medium" if torch.cuda.is_available() else "tiny")],
         args.target_layers,
         args.hybrid,
         args.labels == "soft",
@@ -275,29 +262,3 @@ def run(args: argparse.Namespace) -> int:
         },
     )
     return 0
-
-
-def add_parser(subparsers: argparse._SubParsersAction) -> None:
-    parser = subparsers.add_parser("pipeline", help="targets and drafters alone and together; which split is best")
-    parser.add_argument("--shape", choices=SHAPES, default="medium" if torch.cuda.is_available() else "tiny")
-    parser.add_argument("--tokens", type=whole(), help="context tokens of a pack; the shape's")
-    parser.add_argument("--gpus", help="drafter devices, as in a run (cpu:2 for two CPU workers)")
-    parser.add_argument("--target-gpus", help="target devices")
-    parser.add_argument("--target-layers", type=whole(2), default=8, help="layers below the last are captured")
-    parser.add_argument("--hybrid", action="store_true", help="a target with linear attention (Qwen3.6's kind)")
-    parser.add_argument("--labels", default="soft", choices=["soft", "hard"])
-    parser.add_argument("--dtype", choices=["bfloat16", "float32"], help="the device's default")
-    parser.add_argument("--steps", type=whole(4), default=20)
-    parser.add_argument("--packs-per-step", type=whole(), help="one for each drafter")
-    parser.add_argument("--queue-depth", type=whole(), default=2)
-    parser.add_argument(
-        "--advise",
-        type=whole(),
-        nargs="?",
-        const=0,
-        default=None,
-        metavar="GPUS",
-        help="print every split of this many GPUs (default: of those in use)",
-    )
-    add_json_argument(parser)
-    parser.set_defaults(run=run)

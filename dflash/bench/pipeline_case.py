@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from dflash.bench.workload import StepShape, document_lengths, make_drafter
+from dflash.bench.shapes import StepShape
+from dflash.bench.workload import document_lengths, make_drafter
 from dflash.data import Pack
 from dflash.distributed.replicas import copy_target, make_replicas
 from dflash.distributed.threads import PipelineEngine
@@ -45,53 +46,6 @@ class Case:
         """Evenly spread layer ids; the last layer is left out where there are enough."""
         last = self.target_layers - 2 if self.target_layers > self.shape.captured else self.target_layers - 1
         return sorted({round(i * last / max(1, self.shape.captured - 1)) for i in range(self.shape.captured)})
-
-
-TINY = StepShape(
-    tokens=96,
-    anchors=8,
-    block=4,
-    captured=2,
-    document=30,
-    hidden=64,
-    layers=2,
-    heads=4,
-    kv_heads=2,
-    head_dim=16,
-    intermediate=96,
-    vocab=300,
-)
-SMALL = StepShape(
-    tokens=2048,
-    anchors=64,
-    block=8,
-    captured=3,
-    document=400,
-    supervised=0.8,
-    hidden=512,
-    layers=2,
-    heads=8,
-    kv_heads=2,
-    head_dim=64,
-    intermediate=1408,
-    vocab=8192,
-)
-MEDIUM = StepShape(
-    tokens=16384,
-    anchors=512,
-    block=16,
-    captured=3,
-    document=1500,
-    supervised=0.9,
-    hidden=2048,
-    layers=4,
-    heads=16,
-    kv_heads=4,
-    head_dim=128,
-    intermediate=6144,
-    vocab=65536,
-)
-FULL = StepShape()
 
 
 def make_target(case: Case, device: torch.device, seed: int = 0) -> Target:

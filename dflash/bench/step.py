@@ -8,12 +8,12 @@ from dataclasses import fields, replace
 
 import torch
 
-from dflash.bench.arguments import add_json_argument, add_timing_arguments, share, whole
+from dflash.bench.shapes import StepShape
 from dflash.bench.timing import environment, free_memory, matmul_ceiling, measure, refuse_hours, timing_fields, write_json
-from dflash.bench.workload import KINDS, StepInputs, StepShape, make_drafter, make_head, make_inputs, matmul_flops
+from dflash.bench.workload import StepInputs, make_drafter, make_head, make_inputs, matmul_flops
 from dflash.devices import device_named, dtype_named
 from dflash.drafter import fast_path, kernels
-from dflash.drafter.fp8_head import PRECISIONS, refuse
+from dflash.drafter.fp8_head import refuse
 from dflash.drafter.model import DFlashDrafter
 from dflash.errors import ConfigError
 from dflash.runs.tables import Table
@@ -157,46 +157,8 @@ def print_table(results: list[dict], ceiling: float) -> None:
     print(Table(rows))
 
 
-def add_shape_arguments(parser: argparse.ArgumentParser) -> None:
-    """One option per field of `StepShape`."""
-    for field in fields(StepShape):
-        if field.name == "kind":
-            continue
-        kind = share if isinstance(field.default, float) else whole()
-        parser.add_argument(f"--{field.name.replace('_', '-')}", type=kind, default=field.default)
-
-
 def shape_asked(args: argparse.Namespace) -> StepShape:
-    """The shape of `add_shape_arguments`' options. Raises ConfigError where no drafter has it."""
+    """The shape of the options. Raises ConfigError where no drafter has it."""
     shape = StepShape(**{f.name: getattr(args, f.name) for f in fields(StepShape) if f.name != "kind"})
     _ = shape.config  # refuses sizes that do not fit together
     return shape
-
-
-def add_parser(subparsers: argparse._SubParsersAction) -> None:
-    parser = subparsers.add_parser("step", help="the drafter's training step")
-    add_shape_arguments(parser)
-    parser.add_argument("--kinds", nargs="+", default=["dflash"], choices=tuple(KINDS), help="drafters, one after the other")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
-    parser.add_argument("--labels", default="soft", choices=["soft", "hard"])
-    parser.add_argument(
-        "--path",
-        default="auto",
-        choices=["auto", "fast", "plain", "both"],
-        help="over the Triton kernels, over plain modules, or both in turn",
-    )
-    parser.add_argument("--attention", default=None, help="attention backend; the device's default")
-    parser.add_argument("--chunk-rows", type=whole(), default=None, help="rows of logits alive at once")
-    parser.add_argument(
-        "--head-precision",
-        default="same",
-        choices=PRECISIONS,
-        help="logits in the drafter's dtype, or through a quantized copy of the frozen head",
-    )
-    parser.add_argument("--optimizer", action="store_true", help="include AdamW over float32 masters")
-    parser.add_argument("--peer", choices=["speculators"], help="time an installed peer on the same tensors")
-    add_timing_arguments(parser, warmup=2, repeats=5)
-    parser.add_argument("--seed", type=int, default=0)
-    add_json_argument(parser)
-    parser.set_defaults(run=run)

@@ -14,7 +14,6 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from dflash.bench.arguments import add_json_argument, add_timing_arguments, whole
 from dflash.bench.timing import (
     Timing,
     environment,
@@ -34,7 +33,6 @@ from dflash.target.capture import Target, load_target
 from dflash.target.loading import load_config, resolve_source
 from dflash.target.random_weights import is_random, random_config
 
-DEFAULT = "random:qwen3.6-27b@8"
 SMALLER = "--model random:tiny-hybrid, or fewer --tokens"
 
 
@@ -150,15 +148,3 @@ def run(args: argparse.Namespace) -> int:
         },
     )
     return 0
-
-
-def add_parser(subparsers: argparse._SubParsersAction) -> None:
-    parser = subparsers.add_parser("target", help="a target's feature capture, plain and fast")
-    parser.add_argument("--model", default=DEFAULT, help="smollm2, a folder, random:tiny ...; %(default)s")
-    parser.add_argument("--tokens", type=whole(), default=16384, help="of a pack")
-    parser.add_argument("--document", type=whole(), default=2000, help="mean tokens of a document")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
-    add_timing_arguments(parser, warmup=2, repeats=5)
-    add_json_argument(parser)
-    parser.set_defaults(run=run)

@@ -7,49 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dflash.drafter.config import DrafterConfig, create_drafter_config
+from dflash.bench.shapes import StepShape
 from dflash.drafter.masks import AnchorSet, document_ids, sample_anchors
 from dflash.drafter.model import DFlashDrafter
-
-KINDS: dict[str, dict] = {
-    "dflash": {},
-    "dflash2": {"drafter_kind": "dflash2"},
-    "convolution": {"drafter_kind": "dflash2", "selector_top_k": 0},
-    "selector": {"drafter_kind": "dflash2", "conv_kernel_size": 0},
-}
-
-
-@dataclass(frozen=True)
-class StepShape:
-    """One step. `supervised` is the share of positions with loss; 1.0 leaves nothing to skip."""
-
-    tokens: int = 40000
-    anchors: int = 1024
-    block: int = 32
-    captured: int = 5
-    document: int = 2000
-    supervised: float = 1.0
-    hidden: int = 5120
-    layers: int = 5
-    heads: int = 32
-    kv_heads: int = 8
-    head_dim: int = 128
-    intermediate: int = 17408
-    vocab: int = 248320
-    kind: str = "dflash"  # or "dflash2", or one of its parts: "convolution", "selector"
-
-    @property
-    def config(self) -> DrafterConfig:
-        return create_drafter_config(
-            num_draft_layers=self.layers,
-            hidden_size=self.hidden,
-            num_attention_heads=self.heads,
-            num_key_value_heads=self.kv_heads,
-            head_dim=self.head_dim,
-            intermediate_size=self.intermediate,
-            vocab_size=self.vocab,
-            **KINDS[self.kind],
-        )
 
 
 @dataclass(frozen=True)

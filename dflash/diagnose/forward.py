@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import torch
 
+from dflash.bench.shapes import StepShape
 from dflash.bench.timing import measure
-from dflash.bench.workload import StepShape, make_drafter, make_head, make_inputs
+from dflash.bench.workload import make_drafter, make_head, make_inputs
 from dflash.compile_safety import GIB, WarmupJob, installed, warmup
 from dflash.drafter.convolution import LocalConvolution
 
