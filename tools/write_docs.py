@@ -12,7 +12,9 @@ OPEN, CLOSE = "<!-- tree: written by tools/write_docs.py -->\n", "<!-- /tree -->
 SETTINGS = """# Settings
 
 Every setting of a run, written from [`dflash/train/settings.py`](../dflash/train/settings.py) by `tools/write_docs.py`. Pass
-any of them as `-p name value` to papermill or `dflash run`. Empty text, `None` and `null` mean None.
+any of them as `-p name value` to papermill or `dflash run`, and as `--set name=value` to `dflash train`. Empty text, `None`
+and `null` mean None. A setting without a default of its own comes from the recipe: `-p recipe gpu` names one of the files in
+[`dflash/recipes`](../dflash/recipes), and `auto` takes `cpu` without a GPU, `gpu` for the packaged target, else `large`.
 """
 
 
@@ -55,7 +57,7 @@ def _by_recipe(name: str) -> str:
     """The recipes' values of a setting that has no default of its own."""
     found = []
     for file in sorted((ROOT / "dflash" / "recipes").glob("*.yaml")):
-        value = re.search(rf"^\s*{name}: *([^#\n]*)", file.read_text(), re.M)
+        value = re.search(rf"^  {name}: *([^#\n]*)", file.read_text(), re.M)
         if value:
             found.append(f"{file.stem} `{value.group(1).strip()}`")
     return ", ".join(found) or "must be given"
