@@ -20,6 +20,7 @@ from typing import Any
 
 import yaml
 
+from dflash.bench.shapes import KINDS
 from dflash.bench.timing import write_json
 from dflash.errors import ConfigError
 from dflash.runs.record import read_metrics
@@ -56,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
         settings[name] = value
     points = [(kind, seed) for kind in args.kinds for seed in args.seeds]
     configs = {
-        f"{kind}-{seed}": RunConfig.from_parameters(**(settings | KINDS[kind] | {"seed": seed})).to_dict()
+        f"{kind}-{seed}": RunConfig.from_parameters("gpu", **(settings | KINDS[kind] | {"seed": seed})).to_dict()
         for kind, seed in points
     }
     out.mkdir(parents=True)

@@ -37,3 +37,8 @@ def read_recipe(name: str) -> dict[str, dict[str, Any]]:
         if path and not Path(path).exists() and (ROOT / path).exists():
             sections["data"][setting] = str(ROOT / path)
     return sections
+
+
+def recipe_value(name: str | None, section: str, setting: str) -> Any:
+    """What a recipe has for a setting; `cpu` speaks for runs from before there were recipes."""
+    return read_recipe(name or "cpu")[section].get(setting)

@@ -32,8 +32,9 @@ from dflash.target.loading import declared_end_ids, load_config, load_tokenizer,
 from dflash.target.random_weights import is_random
 from dflash.train.checkpoint import checkpoint_facts, checkpoints
 from dflash.train.memory import estimate, refuse_what_does_not_fit
+from dflash.train.recipes import recipe_value
 from dflash.train.resolved import ResolvedRun, TargetFacts, read_resolved
-from dflash.train.settings import RunConfig, TargetOptions
+from dflash.train.settings import RunConfig
 from dflash.train.topology import CPU, Topology, available_gpus, decide, on_one
 
 
@@ -117,7 +118,7 @@ def _settle(config: RunConfig, topology: Topology, before: Before, nodes: int, g
         drafter = _drafter_shape(config, shape)
     wanted, mask = target.target_layers, options.mask_token_id
     layers = (
-        default_layer_ids(shape.num_hidden_layers, _captured_count(target.num_captured, shape.num_hidden_layers))
+        default_layer_ids(shape.num_hidden_layers, _captured_count(config, shape.num_hidden_layers))
         if wanted is None
         else validate_layer_ids(wanted, shape.num_hidden_layers)
     )
@@ -204,10 +205,11 @@ def _like_its_start(config: RunConfig, layout: Mapping[str, Any]) -> tuple[Any, 
     )
 
 
-def _captured_count(asked: int, layers: int) -> int:
-    """How many layers of a target are captured: `asked`. The default is made to fit a smaller target, another number that
+def _captured_count(config: RunConfig, layers: int) -> int:
+    """How many layers of a target are captured. The recipe's number is made to fit a smaller target, another number that
     does not fit is a ConfigError."""
-    if asked > layers and asked != TargetOptions.num_captured:
+    asked = config.target.num_captured
+    if asked > layers and asked != recipe_value(config.recipe, "target", "num_captured"):
         raise ConfigError(
             f"num_captured is {asked}, and the target has {layers} layers; capture at most {layers}, or name "
             "them with target_layers"
