@@ -30,7 +30,7 @@ def options(shape, skip=()):
     return [
         word
         for name, value in vars(shape).items()
-        if name not in skip
+        if name not in (*skip, "kind")  # the step has --kinds
         for word in (f"--{name.replace('_', '-')}", str(value))
     ]
 

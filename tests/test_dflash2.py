@@ -229,12 +229,8 @@ def test_storage_round_trip_and_parts_added(tmp_path, kind):
     assert again.config == drafter.config
     assert all(torch.equal(value, again.state_dict()[name]) for name, value in drafter.state_dict().items())
     plain, pack, anchors = make_drafter(), make_pack(), every_anchor(3, 10)
-    grown = with_parts(
-        plain,
-        plain.config.extended(
-            None, **{n: getattr(KINDS[kind], n) for n in RunConfig().drafter.shape() if n != "sliding_window"}
-        ),
-    )
+    parts = [name for name in RunConfig.from_parameters("cpu").drafter.shape() if name != "sliding_window"]
+    grown = with_parts(plain, plain.config.extended(None, **{name: getattr(KINDS[kind], name) for name in parts}))
     assert grown.config == KINDS[kind] and isinstance(grown, DFlashDrafter)
     assert torch.equal(hidden_of(grown, pack, anchors), hidden_of(plain, pack, anchors))
 
@@ -285,7 +281,7 @@ def test_a_kernel_above_the_block_is_refused():
     with pytest.raises(ConfigError, match="conv_kernel_size 5 is more than the 4 slots of a block"):
         make_drafter(config=replace(SECOND, conv_kernel_size=5))
     with pytest.raises(ConfigError, match="conv_kernel_size 9 is more than the 8 slots of a block"):
-        RunConfig.from_parameters(drafter_kind="dflash2", conv_kernel_size=9)
+        RunConfig.from_parameters(drafter_kind="dflash2", block_size=8, conv_kernel_size=9)
 
 
 @pytest.mark.parametrize(
