@@ -51,8 +51,8 @@ def choose_mask_token_id(tokenizer, vocab_size: int, end_ids=(), seen: Collectio
     if mask is not None and mask not in taken and mask < vocab_size:
         return mask
     used = {*tokenizer.get_vocab().values(), *tokenizer.added_tokens_decoder, *seen}
-    past = max(used, default=-1) + 1
-    free = next((index for index in [past, *range(vocab_size)] if index < vocab_size and index not in used | taken), None)
+    past, held = max(used, default=-1) + 1, used | taken
+    free = next((index for index in [past, *range(vocab_size)] if index < vocab_size and index not in held), None)
     if free is not None:
         return free
     template = str(tokenizer.chat_template or "")
