@@ -9,6 +9,7 @@ import random
 import signal
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from runner_jobs import first_replica, options, serial_engine
@@ -47,7 +48,10 @@ def train_here(root: Path, run_id: str, before_save=lambda step: None) -> None:
     target, replica = first_replica(settings)
     fresh = not (root / run_id).exists()
     run = Run.create(root, {}, run_id) if fresh else Run.open(root / run_id)
-    engine, config = serial_engine(target, replica, settings), RunConfig(train=settings)
+    engine, config = (
+        serial_engine(target, replica, settings),
+        replace(RunConfig.from_parameters(recipe="cpu"), train=settings),
+    )
     state = load_training(run) if checkpoints(run.path) else None
     if state is not None:
         engine.load_optimizer(state["optimizer"])

@@ -148,7 +148,8 @@ def test_the_estimate_is_within_a_tenth_of_the_measured_peak(changes):
     )  # fmt: skip
     config = RunConfig.from_parameters(
         **dict(gpus="cpu", target_layers=[1, 5], pack_length=256, max_anchors=64, warm_start=False, dtype="bfloat16")
-        | {"target_dtype": "bfloat16", **changes}
+        | dict(block_size=8, draft_vocab=None, soft_labels=False, gamma=10.0, target_dtype="bfloat16")
+        | changes
     )
     topology = decide(config.runtime, 0)
     drafter_shape = create_drafter_config(shape, 2, draft_vocab_size=changes.get("draft_vocab"))

@@ -78,7 +78,9 @@ def test_a_drafter_to_start_from_brings_its_own_shape(target, tmp_path, monkeypa
     nine = resolve(config, **ON_A_GPU).drafter
     assert (nine.num_attention_heads, nine.num_key_value_heads) == (9, 3)
     save_drafter(DFlashDrafter(nine, [0], block_size=8, mask_token_id=89), tmp_path / "drafter", target)
-    config = RunConfig.from_parameters(target="random:tiny", attention="triton", start_from=str(tmp_path / "drafter"))
+    config = RunConfig.from_parameters(
+        target="random:tiny", attention="triton", block_size=8, start_from=str(tmp_path / "drafter")
+    )
     with pytest.raises(ConfigError, match="got 9 / 3 heads"):
         resolve(config, **ON_A_GPU)
 

@@ -117,6 +117,7 @@ def test_auto_starts_from_random_weights_and_says_so(tmp_path):
             block_size=4,
             max_anchors=4,
             dtype="float32",
+            soft_labels=False,  # Gemma 2 caps its logits
         )
         say = (lambda line: None) if said is None else said.append
         resolved = resolve(RunConfig.from_parameters(**options))
