@@ -42,8 +42,9 @@ def options(**changes) -> TrainOptions:
         dtype="float32",
         eval_every=1000,
         checkpoint_every=1000,
+        max_minutes=None,
     )
-    return RunConfig.from_parameters("cpu", **values | changes | {"max_minutes": None}).train
+    return RunConfig.from_parameters("cpu", **values | changes).train
 
 
 def planner(settings: TrainOptions, drafter, rows=None) -> Planner:
