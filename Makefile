@@ -1,5 +1,5 @@
 # make train   set up, train the default drafter, write runs/<id>/report.html
-# make test    set up, run the tests: six minutes on two cores
+# make test    set up, run the tests; make test-all adds the slow ones
 # make lab     set up, open JupyterLab on the index
 SHELL := /bin/bash
 PYTHON ?= python3

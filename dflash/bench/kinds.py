@@ -1,4 +1,4 @@
-"""`bench kinds`: train drafters of several kinds and seeds beside each other on one device, for the same minutes.
+"""`bench kinds`: train drafters of several kinds and seeds beside each other on one device, for the same minutes or steps.
 
     dflash bench kinds --kinds dflash dflash2 --seeds 0 1 2 --minutes 5 --device 0 --out out/kinds
     dflash bench kinds --device cpu --steps 40 --set pack_length=512 --set max_anchors=32
@@ -27,23 +27,8 @@ from dflash.runs.record import read_metrics
 from dflash.runs.tables import Table
 from dflash.train.settings import RunConfig
 
-# The `gpu` recipe's shape: SmolLM2, large packs, six layers.
-SETTINGS = dict(
-    data="data/smollm2_greedy.parquet",
-    held_out_data="data/smollm2_conversations.jsonl",
-    held_out=64,
-    pack_length=16384,
-    max_anchors=2048,
-    block_size=8,
-    drafter_layers=6,
-    num_captured=5,
-    gamma=4.0,
-    lr=3e-3,
-    soft_labels=True,
-    steps=4000,
-    eval_every=250,
-    checkpoint_every=0,
-)
+# The `gpu` recipe with larger packs and more layers.
+SETTINGS = dict(pack_length=16384, max_anchors=2048, drafter_layers=6, lr=3e-3, checkpoint_every=0)
 
 
 def run(args: argparse.Namespace) -> int:
