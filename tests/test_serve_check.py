@@ -21,8 +21,8 @@ from dflash.errors import ConfigError, RunError
 from dflash.evaluate.decoding import speculative_generate
 from dflash.evaluate.rounds import trimmed
 from dflash.evaluate.served import ServeOptions, serve_check
-from dflash.evaluate.server import Server, last_error
 from dflash.target.capture import load_target
+from dflash.target.server import Server, last_error
 from dflash.train.prepare import prepare_data
 from dflash.train.resolve import recall
 
@@ -239,7 +239,7 @@ def test_a_killed_check_leaves_no_server(tmp_path):
         pytest.skip("needs Linux's death signal")
     python = fake_environment(tmp_path, {})
     script = (
-        "import pathlib, sys, time; from dflash.evaluate.server import Server\n"
+        "import pathlib, sys, time; from dflash.target.server import Server\n"
         "with Server(sys.argv[1], [], pathlib.Path(sys.argv[2]), None, timeout=200.0):\n"
         "    print('up', flush=True); time.sleep(600)\n"
     )

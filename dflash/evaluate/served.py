@@ -27,13 +27,13 @@ from dflash.errors import ConfigError, RunError, refuse_below
 from dflash.evaluate.decoding import DecodeResult, plain_generate, speculative_generate
 from dflash.evaluate.delivery import ExportOptions, deliver, refuse_other_target
 from dflash.evaluate.rounds import Ours, figures, same_rounds, trimmed
-from dflash.evaluate.server import Server, choose_port, healthy, require_vllm
 from dflash.evaluate.texts import first_difference
 from dflash.evaluate.verdict import problems
 from dflash.runs.record import plain, run_folder
 from dflash.target.capture import Target, load_target
 from dflash.target.folder import is_folder, write_target_folder
 from dflash.target.loading import load_config, resolve_source
+from dflash.target.server import Server, choose_port, healthy, require_vllm
 from dflash.target.serving import serve_lines
 from dflash.train.prepare import prepare_data
 from dflash.train.resolve import recall
