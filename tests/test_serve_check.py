@@ -142,6 +142,15 @@ def test_a_server_that_differs_is_told(tmp_path, monkeypatch, capsys):
     assert both["largest_gap"] == max(item["gap"] for item in both["differing"]) > 0.1 and "prefer ours by" in out
 
 
+def test_only_the_drafters_server_is_started(tmp_path, monkeypatch, capsys):
+    run, table = made(tmp_path, monkeypatch)
+    python = fake_environment(tmp_path, {"table": table})
+    assert command(run, "--server-python", str(python), "--no-plain", "--concurrency", "2") == 0, capsys.readouterr().out
+    seen = (tmp_path / "seen.jsonl").read_text().splitlines()
+    assert len(seen) == 1 and "--speculative-config" in json.loads(seen[0])["arguments"]
+    assert list(json.loads((run / "served/check.json").read_text())["servers"]) == ["with the drafter"]
+
+
 @pytest.mark.parametrize("layout", ["zlab", "speculators"])
 def test_servers_are_started_with_and_without_and_stopped(tmp_path, monkeypatch, layout):
     run, table = made(tmp_path, monkeypatch)
@@ -269,6 +278,7 @@ def test_a_drafter_of_another_target_and_too_long_a_block(tmp_path, monkeypatch,
         err = capsys.readouterr().err
         assert "block of 4 has 3 drafts; give 1 to 3" in err and err.count("\n") == 1
         assert command(run, "--url", url, "--draft-tokens", "2", "--concurrency", "one") == 2
+        assert command(run, "--url", url, "--device", "tpu") == 2 and "there is no device" in capsys.readouterr().err
     with stub(table, drafted=False) as url:
         assert command(run, "--url", url) == 2
         assert "--per-request-spec-decode-metrics detailed" in capsys.readouterr().err

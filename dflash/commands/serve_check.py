@@ -7,11 +7,6 @@ from typing import Any
 
 from dflash.commands import command
 
-FIELDS = (
-    "server_python", "url", "layout", "drafter", "prompts", "limit", "max_new_tokens", "dtype", "draft_tokens", "port",
-    "timeout", "server_args",
-)  # fmt: skip
-
 
 def add_parser(subparsers: Any) -> None:
     p = command(
@@ -30,6 +25,8 @@ def add_parser(subparsers: Any) -> None:
     p.add_argument("--max-new-tokens", type=int, default=96, help="(96)")
     p.add_argument("--concurrency", default="1,4,16", help="requests at a time (1,4,16); rounds are compared at the first")
     p.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="float32 must agree (float32)")
+    p.add_argument("--device", default="cpu", help="of our own decoding (cpu); on a server's GPU, leave room for both")
+    p.add_argument("--no-plain", dest="plain", action="store_false", help="no server without the drafter: half the time")
     p.add_argument("--draft-tokens", type=int, metavar="K", help="drafts a call (all of the block)")
     p.add_argument("--port", type=int, help="of the loopback interface; default: a free one")
     p.add_argument("--timeout", type=float, default=600.0, help="seconds a server may take to load (600)")
@@ -47,8 +44,8 @@ def main(args: argparse.Namespace) -> int:
         counts = tuple(int(part) for part in args.concurrency.split(",") if part.strip())
     except ValueError:
         raise ConfigError(f"concurrency must be numbers such as 1,4,16, got {args.concurrency!r}") from None
-    fields = {name: getattr(args, name) for name in FIELDS}
-    options = ServeOptions(run=args.run_folder, concurrency=counts, **fields)
+    asked = {name: getattr(args, name) for name in ServeOptions.__dataclass_fields__}
+    options = ServeOptions(**asked | {"run": args.run_folder, "concurrency": counts})
     summary = serve_check(options, say=lambda line: print(line, flush=True))
     print("\n" + table(summary))
     return 1 if summary["problems"] else 0

@@ -11,17 +11,17 @@ import json
 import shlex
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from dflash.data import prompt_reader
 from dflash.data.generate.endpoint import Endpoint
 from dflash.data.generate.prompts import read_prompts
-from dflash.devices import dtype_named
+from dflash.devices import device_named, dtype_named
 from dflash.drafter.export import drafter_layout, open_drafter
 from dflash.errors import ConfigError, RunError, refuse_below
 from dflash.evaluate.decoding import DecodeResult, plain_generate, speculative_generate
@@ -40,7 +40,9 @@ from dflash.train.resolve import recall
 from dflash.train.resolved import ResolvedRun
 
 LAYOUTS = ("zlab", "speculators")
+SERVERS = ("without a drafter", "with the drafter")
 Say = Callable[[str], None]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,8 @@ class ServeOptions:
     max_new_tokens: int = 96
     concurrency: tuple[int, ...] = (1, 4, 16)  # requests at a time; the first is what acceptance is compared at
     dtype: str = "float32"
+    device: str = "cpu"  # of our own decoding; a server on the same GPU leaves it room (server_args)
+    plain: bool = True  # start a server without the drafter too
     draft_tokens: int | None = None  # drafts checked in a call; None: all of the block
     port: int | None = None
     timeout: float = 600.0  # seconds that a server may take to load
@@ -106,11 +110,10 @@ def serve_check(options: ServeOptions, say: Say = print) -> dict[str, Any]:
     case = prepare_case(options, folder, say)
     say(f"our decoding: {len(case.prompts)} prompts, {options.dtype}")
     eos = case.target.end_ids
-    plain_texts = [plain_generate(case.target, ids, options.max_new_tokens) for ids in case.prompts]
-    ours = [
-        speculative_generate(case.target, case.drafter, ids, options.max_new_tokens, max_draft=case.most)
-        for ids in case.prompts
-    ]
+    limit, count = options.max_new_tokens, len(case.prompts)
+    plain_texts = list(_counted((plain_generate(case.target, ids, limit) for ids in case.prompts), count, say))
+    decoded = (speculative_generate(case.target, case.drafter, ids, limit, max_draft=case.most) for ids in case.prompts)
+    ours = list(_counted(decoded, count, say))
     summary: dict[str, Any] = {
         "options": plain(asdict(options)),
         "export": str(case.export),
@@ -121,15 +124,15 @@ def serve_check(options: ServeOptions, say: Say = print) -> dict[str, Any]:
         "lines": serve_lines(options.layout, str(case.export), str(case.target_folder), case.drafter.block_size),
         "servers": {},
     }
-    for name in ("with the drafter",) if options.url else ("without a drafter", "with the drafter"):
+    for name in SERVERS if options.plain and options.url is None else SERVERS[1:]:
         with ExitStack() as stack:
             url = options.url
             if url is None:
-                arguments = server_arguments(options, case, name == "with the drafter")
+                arguments = server_arguments(options, case, name == SERVERS[1])
                 log = folder / f"{options.layout}-{name.split()[0]}.log"
                 say(f"server {name}: loading, its log is {log}")
                 url = stack.enter_context(Server(options.server_python, arguments, log, options.port, options.timeout)).url
-            answers = [_ask(url, case.prompts, options.max_new_tokens, count, set(eos)) for count in options.concurrency]
+            answers = [_ask(url, case.prompts, limit, count, set(eos), say) for count in options.concurrency]
         summary["servers"][name] = [
             _told(case, found, seconds, plain_texts) | {"concurrency": count}
             for count, (found, seconds) in zip(options.concurrency, answers, strict=True)
@@ -142,8 +145,19 @@ def serve_check(options: ServeOptions, say: Say = print) -> dict[str, Any]:
     return summary
 
 
+def _counted(items: Iterable[T], count: int, say: Say, pause: float = 30.0) -> Iterator[T]:
+    """The items, with a line after every `pause` seconds."""
+    last = time.monotonic()
+    for number, item in enumerate(items, 1):
+        yield item
+        if time.monotonic() - last > pause and number < count:
+            say(f"  {number} of {count}")
+            last = time.monotonic()
+
+
 def prepare_case(options: ServeOptions, folder: Path, say: Say) -> Case:
     """The export and the target's folder, both in the run folder where none is named, and our own target and drafter."""
+    device, dtype = device_named(options.device), dtype_named(options.dtype)
     resolved = recall(run_folder(options.run))
     name = resolved.target.name
     export = Path(options.drafter) if options.drafter else folder / options.layout
@@ -163,8 +177,7 @@ def prepare_case(options: ServeOptions, folder: Path, say: Say) -> Case:
     if options.url is None and not is_folder(target_folder):
         say(f"writing the target to {target_folder}")
         write_target_folder(name, target_folder)
-    dtype = dtype_named(options.dtype)
-    target = load_target(name, "cpu", dtype, list(settings["target_layer_ids"]))
+    target = load_target(name, device, dtype, list(settings["target_layer_ids"]))
     drafter = open_drafter(export, target, dtype).eval()
     prompts = _prompts(options, resolved, target, say)
     return Case(target, drafter, export.resolve(), target_folder.resolve(), prompts, options.draft_tokens or drafted)
@@ -199,7 +212,7 @@ def server_arguments(options: ServeOptions, case: Case, drafted: bool) -> list[s
 
 
 def _ask(
-    url: str, prompts: Sequence[list[int]], max_new_tokens: int, concurrency: int, ends: set[int]
+    url: str, prompts: Sequence[list[int]], max_new_tokens: int, concurrency: int, ends: set[int], say: Say
 ) -> tuple[list[Answer], float]:
     """Every prompt's greedy text, `concurrency` requests at a time, and the seconds that all took."""
     endpoint = Endpoint(url, retries=0)
@@ -217,7 +230,7 @@ def _ask(
     one(prompts[0], 4)  # first calls are slow: not timed
     start = time.monotonic()
     with ThreadPoolExecutor(concurrency) as pool:
-        answers = list(pool.map(one, prompts))
+        answers = list(_counted(pool.map(one, prompts), len(prompts), say))
     return answers, time.monotonic() - start
 
 
