@@ -284,6 +284,18 @@ def test_a_drafter_of_another_target_and_too_long_a_block(tmp_path, monkeypatch,
         assert "--per-request-spec-decode-metrics detailed" in capsys.readouterr().err
 
 
+def test_a_drafter_in_another_layout_is_not_served(tmp_path, monkeypatch, capsys):
+    run, _ = made(tmp_path, monkeypatch)
+    capsys.readouterr()
+    python = str(fake_environment(tmp_path, {}))
+    checkpoint = run / "checkpoints/step-00000002"
+    assert main(["export", "--run", str(run), "--format", "speculators", "--out", str(tmp_path / "s")]) == 0
+    for drafter, words in ((tmp_path / "s", "--format speculators serves it"), (checkpoint, "`dflash export` writes one")):
+        assert command(run, "--server-python", python, "--drafter", str(drafter)) == 2
+        err = capsys.readouterr().err
+        assert "is no drafter in the zlab layout" in err and words in err and err.count("\n") == 1
+
+
 def test_options_that_cannot_work():
     for changes, words in (
         ({"server_python": "x"}, "not both or none"),

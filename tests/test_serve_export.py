@@ -2,9 +2,11 @@
 
 import json
 import re
+import sys
 import threading
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
@@ -17,6 +19,7 @@ from tiny_models import random_drafter, tiny_target
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from dflash.__main__ import main
+from dflash.commands.report import runnable
 from dflash.drafter.storage import save_drafter
 from dflash.errors import TargetError
 from dflash.evaluate.card import interval
@@ -114,6 +117,15 @@ def test_the_two_commands_after_a_run(tmp_path, monkeypatch, capsys):
     assert serve.startswith(f"vllm serve {tmp_path / 'target'} ") and '"num_speculative_tokens": 3' in serve
     assert main(["report", str(run), "--static"]) == 0
     assert export in capsys.readouterr().out and export in (run / "report.html").read_text()
+    monkeypatch.setenv("PATH", str(tmp_path))  # neither environment is active
+    for folder in (".venv/bin", ".venv-serve/bin"):
+        Path(folder).mkdir(parents=True)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / ".venv/bin/python"))
+    assert [runnable(line) for line in (export, serve)] == [export, serve]  # no environments here
+    Path(".venv/bin/dflash").touch()
+    Path(".venv-serve/bin/vllm").touch()
+    assert main(["report", str(run), "--static"]) == 0
+    assert f"  .venv/bin/{export}\n  .venv-serve/bin/{serve}\n" in capsys.readouterr().out
     settings = run / "checkpoints/step-00000002/drafter.json"
     for target, lines in (("smollm2", 2), ("/x/y.gguf", 2), ("random:qwen3.6-27b", 0)):
         settings.write_text(json.dumps(json.loads(settings.read_text()) | {"target": target}))

@@ -12,13 +12,16 @@ from pathlib import Path
 import pytest
 import torch
 from chat_tokenizer import chat_tokenizer
+from tiny_models import random_drafter
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from dflash.drafter.export import export_drafter
+from dflash.errors import RunError
 from dflash.evaluate.decoding import plain_generate
 from dflash.evaluate.served import ServeOptions, serve_check
 from dflash.evaluate.verdict import table
 from dflash.launch.run import start_run, train_run
-from dflash.target.capture import Target
+from dflash.target.capture import Target, load_target
 from dflash.train.settings import RunConfig
 
 pytestmark = pytest.mark.serve
@@ -71,8 +74,8 @@ def tiny_run(python, tmp_path_factory):
     config.initializer_range, config.tie_word_embeddings = 0.1, False
     config.bos_token_id, config.eos_token_id, config.pad_token_id = 1, tokenizer.eos_token_id, 0
     model = LlamaForCausalLM(config).eval()
-    for table in (model.model.embed_tokens, model.lm_head):
-        torch.nn.init.normal_(table.weight, std=0.3)
+    for part in (model.model.embed_tokens, model.lm_head):
+        torch.nn.init.normal_(part.weight, std=0.3)
     torch.nn.init.zeros_(model.lm_head.weight[-2:])  # the mask token's spare rows: never written
     model.save_pretrained(root / "target")
     tokenizer.save_pretrained(root / "target")
@@ -92,7 +95,8 @@ def tiny_run(python, tmp_path_factory):
 
 
 def checked(run, python, layout, **options):
-    summary = serve_check(ServeOptions(str(run), server_python=python, layout=layout, **options))
+    """The server without a drafter is the same for both layouts: started for the first alone."""
+    summary = serve_check(ServeOptions(str(run), server_python=python, layout=layout, plain=layout == "zlab", **options))
     print("\n" + table(summary))
     assert summary["problems"] == [] and summary["compared"] == summary["prompts"]
     assert summary["training"] == summary["ours"]
@@ -112,3 +116,15 @@ def test_a_tiny_run_is_served(tiny_run, python, layout):
     summary = checked(tiny_run, python, layout, limit=12, max_new_tokens=40, concurrency=(1, 4, 16))
     shares = summary["server"]["acceptance_by_slot"]
     assert 0.1 < shares[0] < 0.9 and shares[3] > 0.01
+
+
+def test_a_second_kind_needs_another_server(tiny_run, python, tmp_path):
+    """vLLM drafts with DFlash 2's parts in its V2 runner alone; on a CPU it says so, and nothing is served without them."""
+    folder = tiny_run.parents[1] / "target"
+    target = load_target(str(folder), "cpu", torch.float32, [0, 2])
+    drafter = random_drafter(target, block_size=5, drafter_kind="dflash2", selector_rank=8, selector_top_k=4)
+    export_drafter(drafter, tmp_path / "second", "zlab", str(folder), num_target_layers=4)
+    options = ServeOptions(str(tiny_run), python, drafter=str(tmp_path / "second"), plain=False, max_new_tokens=8)
+    with pytest.raises(RunError, match=r"the server ended while loading .*candidate-head") as error:
+        serve_check(options)
+    assert "\n" not in str(error.value) and "candidate-head" in (tiny_run / "served/zlab-with.log").read_text()

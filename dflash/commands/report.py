@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import shlex
+import shutil
+import sys
+from pathlib import Path
 from typing import Any
 
 from dflash.commands import command
@@ -28,7 +33,17 @@ def main(arguments: Any) -> int:
 
     out = build_report(arguments.source, arguments.out, arguments.run_folder, arguments.static)
     print(f"{out} ({out.stat().st_size / 1e6:.1f} MB)")
-    lines = next_commands(out.parent)
+    lines = [runnable(line) for line in next_commands(out.parent)]
     if lines:
         print("serve its drafter:", *lines, sep="\n  ")
     return 0
+
+
+def runnable(line: str) -> str:
+    """The line as a shell runs it here: with a path where its program is in an environment that is not active."""
+    program, _, rest = line.partition(" ")
+    places = [Path(sys.executable).with_name(program), Path(".venv-serve/bin", program)]
+    found = next((place for place in places if place.is_file()), None)
+    if found is None or shutil.which(program):
+        return line
+    return f"{shlex.quote(os.path.relpath(found))} {rest}"

@@ -168,6 +168,10 @@ def prepare_case(options: ServeOptions, folder: Path, say: Say) -> Case:
         deliver(ExportOptions(options.layout, str(export), run=options.run, target_folder=written))
     settings = drafter_layout(export)
     refuse_other_target(settings, load_config(resolve_source(name)), str(export), str(name))
+    layout = settings.get("layout")
+    if options.url is None and layout != options.layout:
+        told = f"--format {layout} serves it" if layout else "`dflash export` writes one that servers load"
+        raise ConfigError(f"{export} is no drafter in the {options.layout} layout; {told}")
     drafted = settings["block_size"] - 1
     if options.draft_tokens is not None and not 1 <= options.draft_tokens <= drafted:
         raise ConfigError(
