@@ -122,9 +122,9 @@ def test_logits_of_all_rows_never_exist(soft):
 def test_peak_at_full_size_is_below_the_bound():
     rows, vocab, chunk = 512 * 15, 248320, 1024  # 512 anchors of 16 slots
     everything = rows * vocab * 2  # one [rows, V] tensor in bfloat16: 3.8 GB
-    assert peak_bytes(rows, vocab, chunk, 2, soft=True, fused=True) == 2 * chunk * vocab * 2 < everything / 3
-    assert peak_bytes(rows, vocab, chunk, 2, soft=True, fused=False) == chunk * vocab * 16 < 4.1e9
-    assert peak_bytes(100, vocab, chunk, 2, soft=False, fused=True) == 100 * vocab * 2  # no more rows than there are
+    assert peak_bytes(rows, vocab, chunk, 2, teachers=chunk, fused=True) == 2 * chunk * vocab * 2 < everything / 3
+    assert peak_bytes(rows, vocab, chunk, 2, teachers=chunk, fused=False) == chunk * vocab * 16 < 4.1e9
+    assert peak_bytes(100, vocab, chunk, 2, teachers=0, fused=True) == 100 * vocab * 2  # no more rows than there are
 
 
 @pytest.mark.gpu
@@ -145,7 +145,7 @@ def test_memory_on_the_device_stays_within_the_bound(soft):
     chunked_head_loss(states, head, scale=scale, chunk_rows=chunk, **kind).loss.backward()
     peak = torch.cuda.max_memory_allocated() - before
     gradients = 3 * states.nbytes  # the saved one, the scaled one, the leaf's
-    assert peak < peak_bytes(rows, vocab, chunk, 2, soft, fused=True) + gradients + 2**24 < rows * vocab * 2
+    assert peak < peak_bytes(rows, vocab, chunk, 2, teachers=chunk * soft, fused=True) + gradients + 2**24 < rows * vocab * 2
 
 
 def plan_case():

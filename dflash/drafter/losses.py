@@ -271,15 +271,16 @@ def chunked_head_loss(
     return HeadLoss(*outputs)
 
 
-def peak_bytes(rows: int, vocab: int, chunk_rows: int, element_size: int, soft: bool, fused: bool) -> int:
+def peak_bytes(rows: int, vocab: int, chunk_rows: int, element_size: int, teachers: int, fused: bool) -> int:
     """Bytes of logits and what is made from them that live at once inside `chunked_head_loss`, the most there can be.
 
-    Fused: the chunk's logits and the teacher's. Plain: two float32 tensors of the chunk's rows, with a teacher four.
+    Fused: the chunk's logits and those of its `teachers` (rows; 0: hard labels). Plain: two float32 tensors of the chunk's
+    rows, with a teacher four.
     """
     chunk = min(rows, chunk_rows)
     if fused:
-        return chunk * vocab * element_size * (2 if soft else 1)
-    return chunk * vocab * 4 * (4 if soft else 2)
+        return (chunk + teachers) * vocab * element_size
+    return chunk * vocab * 4 * (4 if teachers else 2)
 
 
 def loss_scale(weights: Tensor, reduction: str, total: float | None = None) -> Tensor:

@@ -6,6 +6,7 @@ largest tensors, and is shown apart from them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -96,12 +97,17 @@ def estimate(
     for device in topology.drafters:
         dtype = compute_dtype(config.train.dtype, device)
         parameters, size = drafter_config.parameter_count(captured), dtype.itemsize
-        here = found[device]
+        here, fused = found[device], device.type == "cuda"
+        step = _step_bytes(config, drafter_config, captured, size, fused)
         sharded = config.runtime.drafter_parallel == "fsdp2"
         shards = len(topology.drafters) if sharded else 1
         if sharded:
             here.add("drafter", parameters * (4 + 4) / shards)  # float32 weights and gradients
             here.add("gathered", _gathered_bytes(drafter_config, parameters, captured, size))
+        elif topology.serial and fused:  # gradients of one pack come when its activations go; those of several stay
+            sums = 4 * parameters
+            here.add("drafter", parameters * (size + (0 if size == 4 else 4)) + (config.train.packs_per_step > 1) * sums)
+            step = max(step, capture + sums)
         else:
             here.add("drafter", parameters * (size + size + (0 if size == 4 else 4) + 4))  # weights, grads, masters, grads
         here.add("optimizer", 8 * parameters / shards)
@@ -113,7 +119,6 @@ def estimate(
             here.add("float8 head", fp8_head_bytes(drafted, hidden))
         if not topology.serial:
             here.add("queue", config.runtime.queue_depth * tokens * row * target_dtype.itemsize)
-        step = _step_bytes(config, drafter_config, captured, size, device.type == "cuda")
         here.add("activations", max(0, step - capture) if topology.serial else step)  # serial: one after the other
     for device, memory in found.items():
         if device.type == "cuda":
@@ -179,19 +184,23 @@ def _capture_bytes(target_config: Any, tokens: int, size: int) -> int:
 def _step_bytes(config: RunConfig, drafter: DrafterConfig, captured: int, size: int, fused: bool) -> int:
     """Tensors kept for the backward pass of one pack, and the logits of one chunk.
 
-    A layer keeps about 4 rows of H, 3 of the MLP's width and the heads' q, k, v and output for each draft slot, and keys
-    and values for each context token.
+    A plain layer keeps about 4 rows of H, 3 of the MLP's width and the heads' q, k, v and output for each draft slot, and
+    keys and values for each context token; a fused one makes norms and products again.
     """
     slots, tokens = config.drafter.max_anchors * config.drafter.block_size, config.data.pack_length
     rows = slots - config.drafter.max_anchors  # slot 0 of a block predicts nothing
     h = drafter.hidden_size
     q, kv = drafter.num_attention_heads * drafter.head_dim, drafter.num_key_value_heads * drafter.head_dim
-    layer = slots * (4 * h + 3 * drafter.intermediate_size + 2 * q + 2 * kv) + tokens * 4 * kv
+    inner = drafter.intermediate_size
+    layer = 2 * h + 2 * inner + 4 * q + 3 * kv if fused else 4 * h + 3 * inner + 2 * q + 2 * kv
+    layer = slots * layer + tokens * 4 * kv
     if drafter.has_convolution:  # two more rows of H (fused: the sublayers' outputs) and the dynamic coefficients
         taps = drafter.conv_kernel_size
         layer += slots * ((2 if fused else 6 + 4 * taps) * h + 4 * taps * h // drafter.conv_group_size)
     chunk = CHUNK_ROWS if fused else DEFAULT_CHUNK_ROWS
-    head = peak_bytes(rows, drafter.draft_vocab_size or drafter.vocab_size, chunk, size, config.train.soft_labels, fused)
+    teachers = tokens * -math.expm1(-rows / tokens) * min(1, chunk / max(1, rows))  # of a chunk: blocks overlap, at random
+    teachers = int(teachers) * config.train.soft_labels
+    head = peak_bytes(rows, drafter.draft_vocab_size or drafter.vocab_size, chunk, size, teachers, fused)
     if drafter.has_selector:  # codebook rows of the candidates, their scores and gradients
         head += rows * drafter.selector_top_k * (2 * drafter.selector_rank * size + 32)
     return size * (drafter.num_hidden_layers * layer + 2 * tokens * h + 4 * slots * h) + head
