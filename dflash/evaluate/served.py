@@ -161,7 +161,7 @@ def prepare_case(options: ServeOptions, folder: Path, say: Say) -> Case:
     resolved = recall(run_folder(options.run))
     name = resolved.target.name
     export = Path(options.drafter) if options.drafter else folder / options.layout
-    target_folder = Path(name).expanduser() if is_folder(name) else folder / "target"
+    target_folder = Path(name).expanduser() if is_folder(name) else folder.parent / "target"  # as `dflash report` names it
     if options.drafter is None:
         shutil.rmtree(export, ignore_errors=True)
         written = None if is_folder(name) else str(target_folder)
