@@ -78,6 +78,10 @@ def serve_as_vllm(arguments):
     if plan.get("die"):
         print("INFO loading")
         raise ValueError(plan["die"])
+    if plan.get("deaf"):  # as a server that waits for its engine
+        import signal
+
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if plan.get("child"):  # a process of its own, as an engine core is one
         import subprocess
 

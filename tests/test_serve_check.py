@@ -242,27 +242,35 @@ def test_a_server_that_takes_too_long_is_stopped(tmp_path):
     assert server.pid is None and not (written.isdigit() and alive(int(written)))
 
 
-def test_a_killed_check_leaves_no_server(tmp_path):
-    """SIGKILL gives no chance to clean up: the kernel ends the server."""
-    if sys.platform != "linux":
-        pytest.skip("needs Linux's death signal")
-    python = fake_environment(tmp_path, {})
+@pytest.mark.parametrize("deaf", [False, True])
+def test_a_killed_check_leaves_no_server(tmp_path, deaf):
+    """SIGKILL gives no chance to clean up, and a server may not heed being told to end."""
+    python = fake_environment(tmp_path, {"deaf": deaf, "child": str(tmp_path / "child")})
     script = (
-        "import pathlib, sys, time; from dflash.target.server import Server\n"
-        "with Server(sys.argv[1], [], pathlib.Path(sys.argv[2]), None, timeout=200.0):\n"
+        "import pathlib, sys, time; from dflash.target import server; server.PATIENCE = 1.0\n"
+        "with server.Server(sys.argv[1], [], pathlib.Path(sys.argv[2]), None, timeout=200.0):\n"
         "    print('up', flush=True); time.sleep(600)\n"
     )
     command_line = [sys.executable, "-c", script, str(python), str(tmp_path / "log")]
     process = subprocess.Popen(command_line, stdout=subprocess.PIPE, cwd=Path(__file__).parents[1])
     assert process.stdout.readline() == b"up\n"
-    pid = json.loads((tmp_path / "seen.jsonl").read_text())["pid"]
-    assert alive(pid)
+    pids = [json.loads((tmp_path / "seen.jsonl").read_text())["pid"], int((tmp_path / "child").read_text())]
+    assert all(map(alive, pids))
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     end = time.monotonic() + 60
-    while alive(pid) and time.monotonic() < end:
+    while any(map(alive, pids)) and time.monotonic() < end:
         time.sleep(0.1)
-    assert not alive(pid)
+    assert not any(map(alive, pids))
+
+
+def test_a_server_that_is_killed_while_loading_is_told_by_its_signal(tmp_path):
+    python = fake_environment(tmp_path, {})
+    main_file = tmp_path / "fake/vllm/entrypoints/cli/main.py"
+    main_file.write_text("import os, signal\ndef main():\n    os.kill(os.getpid(), signal.SIGKILL)\n")
+    with pytest.raises(RunError, match=r"ended while loading \(signal SIGKILL\): it wrote nothing"):
+        with Server(python, [], tmp_path / "log", None, timeout=200.0):
+            pass
 
 
 def test_a_drafter_of_another_target_and_too_long_a_block(tmp_path, monkeypatch, capsys):

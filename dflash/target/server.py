@@ -1,7 +1,7 @@
 """A vLLM server as a child process: found, started on the loopback interface, watched while it loads, stopped by its pid.
 
-The server lives in an environment of its own and is named by that environment's Python. It leads a process group, gets a
-termination signal from the kernel should this process die, and its output is kept in a file.
+The server lives in an environment of its own and is named by that environment's Python. It runs in a process group that ends
+with this process, however that ends (`guard`), and its output is kept in a file.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import re
 import signal
 import socket
 import subprocess
+import sys
 import time
 import urllib.request
 from collections.abc import Sequence
@@ -22,14 +23,9 @@ from dflash.errors import ConfigError, RunError
 HOST = "127.0.0.1"
 _QUIET = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "VLLM_HOST_IP": HOST}
 _FIND = "import importlib.util as u, sys; sys.exit(0 if u.find_spec('vllm') else 3)"
-# PR_SET_PDEATHSIG: a server whose parent was killed outright would go on holding its port and memory
-_START = (
-    "import ctypes, signal, sys\n"
-    "if sys.platform == 'linux': ctypes.CDLL(None).prctl(1, signal.SIGTERM)\n"
-    "sys.argv[0] = 'vllm'\n"
-    "from vllm.entrypoints.cli.main import main\n"
-    "main()\n"
-)
+_START = "import sys; sys.argv[0] = 'vllm'; from vllm.entrypoints.cli.main import main; main()"
+_GUARD = Path(__file__).with_name("guard.py")
+PATIENCE = 20.0  # seconds for a server to end by itself
 _ERROR = re.compile(r"^(?:\(\w+ pid=\d+\) )?(?:ERROR \S+ \S+ \[[^]]*\] )?((?:[\w.]*(?:Error|Exception)|vllm: error): ?.*)$")
 
 
@@ -69,7 +65,8 @@ class Server:
     def __init__(self, python: str | Path, arguments: Sequence[str], log: Path, port: int | None, timeout: float = 600.0):
         self.port, self.log, self.timeout = choose_port(port), log, timeout
         self.url = f"http://{HOST}:{self.port}"
-        self._command = [str(python), "-c", _START, "serve", *arguments, "--host", HOST, "--port", str(self.port)]
+        guard = [sys.executable, "-I", str(_GUARD), str(PATIENCE)]
+        self._command = [*guard, str(python), "-c", _START, "serve", *arguments, "--host", HOST, "--port", str(self.port)]
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Server:
@@ -79,7 +76,7 @@ class Server:
             environment.pop(name, None)
         with open(self.log, "wb") as out:
             self._process = subprocess.Popen(
-                self._command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=environment, start_new_session=True
+                self._command, stdin=subprocess.PIPE, stdout=out, stderr=out, env=environment, start_new_session=True
             )
         try:
             self._wait()
@@ -100,24 +97,26 @@ class Server:
         while not healthy(self.url):
             if self._process.poll() is not None:
                 code = self._process.returncode
-                how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+                known = code - 128 in signal.valid_signals()
+                how = f"signal {signal.Signals(code - 128).name}" if known else f"exit code {code}"
                 raise RunError(f"the server ended while loading ({how}): {last_error(self.log)}; its log is {self.log}")
             if time.monotonic() > end:
                 raise RunError(f"the server did not answer within {self.timeout:.0f} s; its log is {self.log}")
             time.sleep(0.3)
 
-    def stop(self, patience: float = 20.0) -> None:
+    def stop(self) -> None:
         """End the server and all that it started; nothing of it runs on afterwards."""
         process = self._process
         if process is None:
             return
-        for number, seconds in ((signal.SIGTERM, patience), (signal.SIGKILL, 10.0)):
+        for number, seconds in ((signal.SIGTERM, PATIENCE), (signal.SIGKILL, 10.0)):
             if not _signal_group(process.pid, number):
                 break
             end = time.monotonic() + seconds
             while time.monotonic() < end and (process.poll() is None or _signal_group(process.pid, 0)):
                 time.sleep(0.1)
         process.wait()
+        process.stdin.close()
         self._process = None
 
 
