@@ -77,12 +77,12 @@ def test_length_tokenizer_template_and_content_all_change_the_ids(tmp_path):
     other = chat_tokenizer()
     other.add_tokens(["xx"])
 
-    def load(tokens, length, **options):
-        return [item.input_ids for item in load_conversations(path, tokens, length, **options)[0]]
+    def load(tokens, length):
+        return [item.input_ids for item in load_conversations(path, tokens, length)[0]]
 
     first = load(tokenizer, 48)
-    variants = [load(tokenizer, 64), load(other, 48), load(tokenizer, 48, template=NO_END)]
+    variants = [load(tokenizer, 64), load(other, 48), load(chat_tokenizer(NO_END), 48)]
     assert len(variants[0][0]) == 64 and all(ids != first for ids in variants)
-    assert load(tokenizer, 48) == load(tokenizer, 48, template=CHATML) == first  # the same template, given by hand
+    assert load(tokenizer, 48) == load(chat_tokenizer(CHATML), 48) == first
     write(path, [long, long])
     assert load(tokenizer, 48) == first * 2

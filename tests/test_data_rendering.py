@@ -150,7 +150,7 @@ def test_a_template_that_takes_parts_alone_leaves_the_answer_out_and_is_refused(
 
 
 def test_no_chat_template_says_what_to_do():
-    with pytest.raises(DataError, match="has no chat template, as a base model has none; give one"):
+    with pytest.raises(DataError, match="a base model has none; put one into its folder as chat_template.jinja, or give"):
         ChatRenderer(chat_tokenizer(None))
 
 

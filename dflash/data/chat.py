@@ -19,6 +19,7 @@ _ROLES = {
     "bot": "assistant",
     "chatgpt": "assistant",
     "function_call": "assistant",
+    "tool_call": "assistant",
     "system": "system",
     "developer": "system",
     "tool": "tool",
@@ -26,7 +27,12 @@ _ROLES = {
     "ipython": "tool",
     "observation": "tool",
     "function_response": "tool",
+    "tool_response": "tool",
+    "tool_result": "tool",
 }
+_CALLS = ("function_call", "tool_call")  # roles of a turn whose whole text is its calls
+_SYSTEM = ("system", "system_prompt", "system_message")  # columns that hold the first turn
+_UNTRAINED = ("weight", "loss", "train")  # 0 or false: the data wants no training on this answer
 REASONING = ("reasoning_content", "reasoning", "thinking")  # names of a thought, in data and in templates
 _READ = {"role", "from", "content", "value", "tool_calls", "function_call", *REASONING}  # the rest is kept as it is
 
@@ -56,13 +62,15 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Turn:
-    """One message. `more` holds what else the row says of it (name, tool_call_id ...), nulls left out."""
+    """One message. `more` holds what else the row says of it (name, tool_call_id ...), nulls left out; `trained` is false
+    where it says that this answer is not to be learnt."""
 
     role: str
     content: str
     reasoning: str = ""
     calls: tuple[ToolCall, ...] = ()
     more: dict = field(default_factory=dict)
+    trained: bool = True
 
     def message(self, arguments_as_text: bool = False, empty: str | None = "") -> dict:
         """As OpenAI writes it. `empty` is the content of a turn that only calls tools."""
@@ -77,10 +85,11 @@ class Turn:
 
 @dataclass(frozen=True)
 class Chat:
-    """Turns, the tools that were offered, and how the last answer ended."""
+    """Turns, the tools that were offered, and what the row passes to its template (`enable_thinking` and the like)."""
 
     turns: tuple[Turn, ...]
     tools: tuple[dict, ...] = ()
+    template_kwargs: dict = field(default_factory=dict)
 
     def messages(self, arguments_as_text: bool = False, empty: str | None = "") -> list[dict]:
         return [turn.message(arguments_as_text, empty) for turn in self.turns]
@@ -93,7 +102,7 @@ class Chat:
 
 def chat_of(row: dict) -> Chat:
     """The chat of a data row. Raises UnusableRow where it is no text conversation with an answer."""
-    chat = _chat(row, _parsed(row.get("messages") or row.get("conversations") or row.get("conversation"), "messages"))
+    chat = _chat(row, _turns_of(row))
     if not any(turn.role == "assistant" for turn in chat.turns):
         raise UnusableRow("no assistant turn")
     return chat
@@ -101,11 +110,10 @@ def chat_of(row: dict) -> Chat:
 
 def question_of(row: dict) -> Chat:
     """The chat without the answers at its end; a `prompt` is a user turn. Raises UnusableRow without a user turn."""
-    turns = row.get("messages") or row.get("conversations") or row.get("conversation") or row.get("prompt")
-    if isinstance(turns, str) and turns == row.get("prompt"):
-        turns = [{"role": "user", "content": turns}]
+    turns = _turns_of(row) or row.get("prompt")
     try:
-        chat = _chat(row, _parsed(turns, "messages"))
+        plain = isinstance(turns, str) and turns == row.get("prompt")
+        chat = _chat(row, [{"role": "user", "content": turns}] if plain else turns)
     except UnusableRow as error:
         raise UnusableRow(error.reason, f"has no user message that can be read ({error.detail})") from error
     kept = list(chat.turns)
@@ -116,15 +124,28 @@ def question_of(row: dict) -> Chat:
     return replace(chat, turns=tuple(kept))
 
 
+def _turns_of(row: dict) -> Any:
+    return row.get("messages") or row.get("conversations") or row.get("conversation")
+
+
 def _chat(row: dict, turns: Any) -> Chat:
+    turns = _parsed(turns, "messages")
+    if isinstance(turns, dict) and all(isinstance(column, list) for column in turns.values()):  # a list for each field
+        turns = [dict(zip(turns, values, strict=False)) for values in zip(*turns.values(), strict=False)]
     if not isinstance(turns, list) or not turns:
-        raise UnusableRow("no messages, conversations or token ids")
+        found = ", ".join(map(str, row)) or "nothing"
+        raise UnusableRow(
+            "no messages, conversations or token ids",
+            f"holds {found}; wanted `messages` or `conversations` as a list of turns, or token ids",
+        )
     found = [_turn(turn) for turn in turns]
-    system = row.get("system")
-    if isinstance(system, str) and system.strip() and found[0].role != "system":
+    system = _text(next((row[name] for name in _SYSTEM if row.get(name)), None))
+    if system.strip() and found[0].role != "system":
         found.insert(0, Turn("system", system))
-    tools = _tools(row)
-    chat = Chat(tuple(found), tools)
+    tools, kwargs = _tools(row), _parsed(row.get("chat_template_kwargs") or {}, "chat_template_kwargs")
+    if not isinstance(kwargs, dict):
+        raise UnusableRow("chat_template_kwargs that are no object")
+    chat = Chat(tuple(found), tools, {str(name): value for name, value in kwargs.items() if value is not None})
     try:
         json.dumps([chat.messages(), tools], ensure_ascii=False, default=str).encode()
     except UnicodeEncodeError as error:
@@ -135,17 +156,22 @@ def _chat(row: dict, turns: Any) -> Chat:
 def _turn(turn: Any) -> Turn:
     if not isinstance(turn, dict):
         raise UnusableRow("a turn that is no object")
-    name = turn.get("role") or turn.get("from")
-    role = _ROLES.get(str(name).lower())
+    turn = {key: value for key, value in turn.items() if value is not None}
+    name = str(turn.get("role") or turn.get("from")).strip().lower()
+    role = _ROLES.get(name)
     if role is None:
         raise UnusableRow(f"unknown role '{name}'")
     content = turn.get("content", turn.get("value"))
+    if content is None and role in ("user", "system"):
+        raise UnusableRow("a turn without content", f"has a {role} turn that holds {', '.join(turn)}; wanted `content`")
     given = turn.get("tool_calls") or ([turn["function_call"]] if turn.get("function_call") else None)
-    if str(name).lower() == "function_call":
+    if name in _CALLS:
         content, given = "", content
-    more = {key: value for key, value in turn.items() if value is not None and key not in _READ}
+    more = {key: value for key, value in turn.items() if key not in _READ}
+    more = json.loads(json.dumps(more, default=str)) if more else {}  # a table may hold times, which JSON has not
     reasoning = next((turn[key] for key in REASONING if isinstance(turn.get(key), str) and turn[key].strip()), "")
-    return Turn(role, _text(content), reasoning if role == "assistant" else "", _calls(given), more)
+    trained = all(turn.get(key, True) for key in _UNTRAINED)
+    return Turn(role, _text(content), reasoning if role == "assistant" else "", _calls(given), more, trained)
 
 
 def _text(content: Any) -> str:
@@ -162,7 +188,7 @@ def _text(content: Any) -> str:
 
 
 def _part(part: Any) -> str | None:
-    plain = isinstance(part, dict) and part.get("type", "text") == "text"
+    plain = isinstance(part, dict) and part.get("type", "text") in ("text", "input_text", "output_text")
     return (part.get("text") or "") if plain and isinstance(part.get("text") or "", str) else None
 
 

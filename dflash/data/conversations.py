@@ -25,8 +25,6 @@ def iter_conversations(
     block_size: int = 2,
     vocab_size: int | None = None,
     use_ids: bool = True,
-    template: str | None = None,
-    template_kwargs: dict | None = None,
     split: str = "train",
 ) -> Iterator[Conversation]:
     """Yield usable conversations one by one and count everything in `report`.
@@ -39,8 +37,9 @@ def iter_conversations(
     """
     if max_length < 2:
         raise DataError(f"max_length is {max_length}; wanted at least 2")
-    reader = _RowReader(tokenizer, use_ids, template, template_kwargs)
+    reader = _RowReader(tokenizer, use_ids)
     limit = vocab_size or (len(tokenizer) if tokenizer is not None else 2**62)
+    known: set[int] = set()
     for index, (place, row) in enumerate(iter_rows(path, split)):
         report.rows += 1
         try:
@@ -48,13 +47,18 @@ def iter_conversations(
                 raise row
             ids, mask, from_ids = reader(place, row)
             _refuse_ids(ids, limit)
+            if not any(mask):
+                raise UnusableRow("token ids without an answer", "holds no token to train on: its answer is empty")
             truncated = len(ids) > max_length
             ids, mask = ids[:max_length], mask[:max_length]
             if not _has_anchor(mask, block_size):
-                raise UnusableRow(CUT_AWAY if truncated and not any(mask) else TOO_SHORT)
+                raise UnusableRow(TOO_SHORT if any(mask) else CUT_AWAY)
         except UnusableRow as reason:
             report.skip(place, reason)
             continue
+        key = hash((*ids, *mask))
+        report.notes["the ids of an earlier conversation"] += key in known
+        known.add(key)
         report.truncated += truncated
         report.short_answers += _longest_run(mask) < block_size
         report.kept_ids += from_ids
@@ -62,6 +66,7 @@ def iter_conversations(
         yield Conversation(ids, mask, index, row.get("finish_reason"))
     if reader.renderer is not None:
         report.notes.update(reader.renderer.notes)
+    report.notes = +report.notes
 
 
 def load_conversations(
@@ -94,9 +99,8 @@ def refuse_skipped(report: DataReport, any_left: bool, max_skipped: float, what:
 class _RowReader:
     """Turns one row into ids and mask; keeps the renderer and the check of ids against text."""
 
-    def __init__(self, tokenizer, use_ids: bool, template, template_kwargs):
+    def __init__(self, tokenizer, use_ids: bool):
         self.tokenizer, self.use_ids = tokenizer, use_ids
-        self.template, self.template_kwargs = template, template_kwargs
         self.renderer: ChatRenderer | None = None
         self.compared = self.differing = 0
 
@@ -108,17 +112,7 @@ class _RowReader:
             return prompt + response, [False] * len(prompt) + [True] * len(response), True
         if self.use_ids and row.get("input_ids") is not None and row.get("loss_mask") is not None:
             ids = _checked_ids("input_ids", row["input_ids"])
-            if not isinstance(row["loss_mask"], list | tuple):
-                raise UnusableRow(
-                    "a loss_mask that is no list", "has a loss_mask that is no list; wanted one entry for each of input_ids"
-                )
-            mask = [bool(value) for value in row["loss_mask"]]
-            if len(ids) != len(mask):
-                raise UnusableRow(
-                    "a loss_mask of another length",
-                    f"has {len(ids)} input_ids and {len(mask)} loss_mask entries; wanted equal",
-                )
-            return ids, mask, True
+            return ids, _checked_mask(row["loss_mask"], len(ids)), True
         chat = chat_of(row)
         if self.tokenizer is None:
             raise DataError(
@@ -126,7 +120,7 @@ class _RowReader:
                 "and loss_mask, or data='random:24' for 24 packs of random ids"
             )
         if self.renderer is None:
-            self.renderer = ChatRenderer(self.tokenizer, self.template, self.template_kwargs)
+            self.renderer = ChatRenderer(self.tokenizer)
         try:
             ids, mask = self.renderer(chat)
         except ConstantMaskError as error:
@@ -164,6 +158,21 @@ def _checked_ids(name: str, values) -> list[int]:
     if not isinstance(values, list | tuple) or not all(type(value) is int for value in values):
         raise UnusableRow("token ids that are no list of integers", f"has {name} that is not a list of integers")
     return list(values)
+
+
+def _checked_mask(values, length: int) -> list[bool]:
+    if not isinstance(values, list | tuple):
+        raise UnusableRow(
+            "a loss_mask that is no list", "has a loss_mask that is no list; wanted one entry for each of input_ids"
+        )
+    if len(values) != length:
+        raise UnusableRow(
+            "a loss_mask of another length", f"has {length} input_ids and {len(values)} loss_mask entries; wanted equal"
+        )
+    wrong = [value for value in values if not isinstance(value, int | float) or value not in (0, 1)]
+    if wrong:  # labels of -100, or the text "0", would all count as true
+        raise UnusableRow("a loss_mask of other values than 0 and 1", f"has {wrong[0]!r} in its loss_mask; wanted 0 or 1")
+    return [bool(value) for value in values]
 
 
 def _refuse_ids(ids: list[int], limit: int) -> None:

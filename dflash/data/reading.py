@@ -1,7 +1,7 @@
-"""Read a file row by row: JSONL (plain or .gz), JSON, Parquet, Arrow folders of `datasets`, folders of those, plain text.
+"""Read a file row by row: JSONL, JSON (both plain or .gz), Parquet, Arrow folders of `datasets`, folders of those, text.
 
-Rows are yielded one at a time, so that a file may be larger than memory. Each row comes with a place
-("file.jsonl line 7") for messages. A row that cannot be read comes as the `UnusableRow` that says why.
+Rows are yielded one at a time, so that a file may be larger than memory; a list in a JSON or JSONL file is read whole. Each
+row comes with a place ("file.jsonl line 7") for messages; one that cannot be read comes as the `UnusableRow` that says why.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from typing import Any
 from dflash.data.chat import UnusableRow
 from dflash.errors import DataError
 
-_SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet", ".arrow")
+_LINES = (".jsonl", ".jsonl.gz", ".ndjson", ".ndjson.gz")
+_SUFFIXES = (*_LINES, ".json", ".json.gz", ".parquet", ".arrow")
 _TEXT = (".txt", ".txt.gz", ".md")
 Row = dict | UnusableRow
 
@@ -25,7 +26,8 @@ def data_files(path: str | Path | list, split: str = "train", text: bool = False
     """The files that `path` stands for, in a fixed order; several paths as a list or with commas between.
 
     A folder may hold data files, be written by `datasets` (`save_to_disk`), or hold one such folder per split. Hidden
-    files and folders in it are no data. `text` takes plain text too, also without an ending.
+    files and folders in it are no data. `text` takes plain text too, also without an ending; in a folder only `.txt`, and
+    only where there is nothing else, for a README beside data is no data.
     """
     if isinstance(path, str) and "," in path and not Path(path).exists():
         path = [part.strip() for part in path.split(",") if part.strip()]
@@ -36,7 +38,7 @@ def data_files(path: str | Path | list, split: str = "train", text: bool = False
         raise DataError(f"data file {path} does not exist")
     if path.is_file():
         wanted = _SUFFIXES + (_TEXT if text else ())
-        if not path.name.endswith(wanted) and (path.suffix or not text):
+        if not _ends(path, wanted) and (path.suffix or not text):
             raise DataError(f"data file {path} has an unknown ending; wanted {', '.join(wanted)}")
         return [path]
     if (path / "dataset_dict.json").is_file():
@@ -46,48 +48,70 @@ def data_files(path: str | Path | list, split: str = "train", text: bool = False
         path = path / split
     if (path / "state.json").is_file():  # one `datasets` split: the state lists its parts in order
         return [path / part["filename"] for part in json.loads((path / "state.json").read_text())["_data_files"]]
-    wanted = _SUFFIXES + (_TEXT if text else ())
-    files = sorted(file for file in path.rglob("*") if file.name.endswith(wanted) and file.is_file())
-    files = [file for file in files if not any(part.startswith(".") for part in file.relative_to(path).parts)]
-    files = [file for file in files if file.name not in ("dataset_info.json", "state.json", "dataset_dict.json")]
-    files = [file for file in files if not file.name.endswith(".meta.json")]
+    found = [file for file in sorted(path.rglob("*")) if file.is_file() and _is_data(file.relative_to(path))]
+    files = [file for file in found if _ends(file, _SUFFIXES)]
+    if text and not files:
+        files = [file for file in found if _ends(file, (".txt", ".txt.gz"))]
     if not files:
-        raise DataError(f"data folder {path} holds no file ending in {', '.join(wanted)}")
+        raise DataError(f"data folder {path} holds no file ending in {', '.join(_SUFFIXES)}")
     return files
 
 
+def _is_data(file: Path) -> bool:
+    beside = file.name in ("dataset_info.json", "state.json", "dataset_dict.json") or file.name.endswith(".meta.json")
+    return not beside and not any(part.startswith(".") for part in file.parts)
+
+
+def _ends(file: Path, endings: tuple[str, ...]) -> bool:
+    return file.name.lower().endswith(endings)
+
+
 def iter_rows(path: str | Path | list, split: str = "train", text: bool = False) -> Iterator[tuple[str, Row]]:
-    """Yield `(place, row)`. With `text`, a line that is no JSON object is a row with that line as its `prompt`."""
-    readers = {".parquet": _parquet_rows, ".arrow": _arrow_rows, ".json": _json_rows, ".json.gz": _json_rows}
+    """Yield `(place, row)`. With `text`, a line that is no JSON is a row with that line as its `prompt`."""
     for file in data_files(path, split, text):
-        ending = next((ending for ending in readers if file.name.endswith(ending)), None)
-        rows = readers[ending](file) if ending else _line_rows(file, text)
         try:
-            yield from rows
+            yield from _rows(file, text)
         except DataError:
             raise
-        except (ValueError, OSError, EOFError, zlib.error) as error:  # a damaged archive; pyarrow's errors are such
+        except (ValueError, OSError, EOFError, RecursionError, zlib.error) as error:  # pyarrow's errors are such, too
             raise DataError(f"{file} cannot be read ({error}); is it a whole {file.suffix} file?") from error
 
 
+def _rows(file: Path, text: bool) -> Iterator[tuple[str, Row]]:
+    if _ends(file, (".parquet", ".arrow")):
+        return _parquet_rows(file) if _ends(file, (".parquet",)) else _arrow_rows(file)
+    if _ends(file, (".json", ".json.gz")):
+        return _json_rows(file)
+    if _ends(file, _LINES):
+        with _opened(file) as content:
+            if content.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
+                return _json_rows(file)
+    return _line_rows(file, text)
+
+
 def _opened(file: Path):
-    return gzip.open(file, "rb") if file.suffix == ".gz" else open(file, "rb")
+    return gzip.open(file, "rb") if _ends(file, (".gz",)) else open(file, "rb")
 
 
 def _line_rows(file: Path, text: bool) -> Iterator[tuple[str, Row]]:
+    openings = ("{", "[") if _ends(file, _LINES) else ("{",)
     with _opened(file) as lines:
         for number, line in enumerate(lines, 1):
             if line.strip():
-                yield f"{file} line {number}", _line_row(line, text)
+                yield f"{file} line {number}", _line_row(line, openings if text else ())
 
 
-def _line_row(line: bytes, text: bool) -> Row:
+def _line_row(line: bytes, openings: tuple[str, ...]) -> Row:
+    """`openings`: what a line of JSON begins with, where other lines are prompts."""
     try:
-        content = line.decode("utf-8-sig").strip()
+        content = line.decode().lstrip("\ufeff").strip()
+        problem = "it holds zero bytes, as UTF-16 does" if "\0" in content else ""
     except UnicodeDecodeError as error:
-        wanted = "is not UTF-8 text; wanted one prompt a line, or JSONL" if text else f"is not valid JSON ({error})"
-        return UnusableRow("a line that is not UTF-8 text", wanted)
-    if text and not content.startswith("{"):
+        content, problem = "", str(error)
+    if problem:
+        wanted = "is not UTF-8 text; wanted one prompt a line, or JSONL" if openings else "is not valid JSON"
+        return UnusableRow("a line that is not UTF-8 text", f"{wanted} ({problem}); save the file as UTF-8")
+    if openings and not content.startswith(openings):
         return {"prompt": content}
     try:
         row = json.loads(content)

@@ -39,8 +39,9 @@ class ChatRenderer:
         self.notes: Counter = Counter()
         if not self.template:
             raise DataError(
-                f"tokenizer '{tokenizer.name_or_path}' has no chat template, as a base model has none; give one with "
-                "`template`, or rows with token ids (`prompt_ids` and `response_ids`), as `dflash regenerate` writes them"
+                f"tokenizer '{tokenizer.name_or_path}' has no chat template, as a base model has none; put one into its "
+                "folder as chat_template.jinja, or give rows with token ids (`prompt_ids` and `response_ids`), as `dflash "
+                "regenerate` writes them"
             )
         if isinstance(self.template, dict):
             self.template = self.template.get("default") or next(iter(self.template.values()))

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from dflash.data.rendering import ChatRenderer
 
 _UNSPLITTABLE = "the chat template cannot be split at an assistant turn"
-_MARKS = 0xF0000  # first code point of the marks: private, no text has them
+_MARKS = 0x100000  # first code point of the marks: the last private plane, which no font uses
 _PER_TURN = 6
 _OPENINGS = r"<(?:\w+:)?think(?:ing)?>|\[THINK\]|<\|START_THINKING\|>|<\|channel>thought|◁think▷"
 _OPENING = re.compile(_OPENINGS)
@@ -55,12 +55,14 @@ class Rendering:
 
     def __init__(self, renderer: ChatRenderer, chat: Chat):
         self.renderer, self.chat = renderer, chat
-        self.template, self.kwargs = renderer.template, renderer.kwargs
+        self.template, self.kwargs = renderer.template, {**chat.template_kwargs, **renderer.kwargs}
         self.notes: list[str] = []
         self.as_text, self.empty = False, ""
         self.whole = self._settle()
         if chat.tools and not any(_tool_name(tool) in self.whole for tool in chat.tools):
             self.notes.append("tools that the chat template does not write")
+        if any(turn.content.strip() not in self.whole for turn in chat.turns if turn.role in ("user", "system")):
+            self.notes.append("a user or system turn whose text the chat template leaves out or changes")
 
     def render(self, turns: tuple[Turn, ...], generation_prompt: bool, **more) -> str:
         messages = [turn.message(self.as_text, self.empty) for turn in turns]
@@ -96,7 +98,9 @@ class Rendering:
         raise problem
 
     def spans(self) -> list[Span]:
-        """What the assistant wrote in each of its turns."""
+        """What the assistant wrote in each of its turns that are trained."""
+        if self.chat.turns[0].role == "assistant":
+            raise UnusableRow("a chat that begins with an answer")
         found, lower = [], 0
         places = self._places()
         for index, here in places.items():
@@ -105,11 +109,12 @@ class Rendering:
             if start is None:
                 raise UnusableRow(_UNSPLITTABLE)
             lower = self._end(index, here)
-            found.append((start, lower))
+            if self.chat.turns[index].trained:
+                found.append((start, lower))
         return found
 
     def tagged_spans(self) -> list[Span]:
-        """What the template's generation tags mark, without the empty thoughts that it wrote."""
+        """What the template's generation tags mark, without the empty thoughts that it wrote and answers not trained."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         rendered, marked = render_jinja_template(
@@ -122,14 +127,18 @@ class Rendering:
         if rendered[0] != self.whole:
             raise UnusableRow("a chat template that renders otherwise with its generation tags")
         spans, lower, places = [(int(start), int(end)) for start, end in marked[0]], 0, self._places()
-        if not _EMPTY_THOUGHT.search(self.whole):
+        if all(turn.trained for turn in self.chat.turns) and not _EMPTY_THOUGHT.search(self.whole):
             return spans
         for index, here in places.items():
-            begin = self._empty_thought(here, lower, self._start(index, here, lower))
+            through = self._end(index, here)
+            if self.chat.turns[index].trained:
+                begin = self._empty_thought(here, lower, self._start(index, here, lower))
+            else:
+                begin = through
             if begin:
                 parts = [part for start, end in spans for part in ((start, min(end, lower)), (max(start, begin), end))]
                 spans = [(start, end) for start, end in parts if start < end]
-            lower = here.last
+            lower = through
         return spans
 
     # -- where things stand ----------------------------------------------------------------------------------

@@ -94,7 +94,9 @@ def prepare_data(resolved: ResolvedRun) -> Data:
     elif options.held_out_data is None:
         train, held_out = _part(conversations, options.held_out)
     else:
-        others, _ = load_conversations(options.held_out_data, tokenizer, **read)
+        others, left_out = load_conversations(options.held_out_data, tokenizer, **read)
+        if left_out.skipped:
+            report.warnings.append(f"rows left out of {options.held_out_data}:\n{left_out.reasons()}")
         held_out = _part(others, options.held_out)[1]
         prompts = {c.prompt_key for c in held_out}
         train = [c for c in conversations if c.prompt_key not in prompts]

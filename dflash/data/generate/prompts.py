@@ -203,6 +203,7 @@ def read_prompts(path: str | Path) -> Questions:
             found.chats.append((place, question_of(row)))
         except UnusableRow as reason:
             found.report.skip(place, reason)
-    if found.report.rows:
-        refuse_skipped(found.report, bool(found.chats), MAX_SKIPPED, "prompts")
+    if not found.report.rows:
+        raise DataError(f"there are no prompts in {path}; give a file with one prompt a line, or any data file")
+    refuse_skipped(found.report, bool(found.chats), MAX_SKIPPED, "prompts")
     return found
