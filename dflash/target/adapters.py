@@ -31,6 +31,11 @@ def base_of(name: str, folder: Path) -> str | None:
         base = json.loads((folder / _CONFIG).read_text()).get("base_model_name_or_path")
     except (OSError, ValueError, AttributeError) as error:
         raise TargetError(f"target folder '{name}' holds an adapter whose {_CONFIG} cannot be read ({error})") from error
+    if not list(folder.glob("adapter_model.*")):
+        raise TargetError(
+            f"target folder '{name}' holds an {_CONFIG} and no adapter weights (adapter_model.safetensors); fetch them, or "
+            f"remove {_CONFIG} to train for the base model"
+        )
     here = bool(weights) and (folder / "config.json").is_file()
     what = "beside base weights" if here else f"for the base model '{base}'"
     if importlib.util.find_spec("peft") is None:
@@ -40,6 +45,8 @@ def base_of(name: str, folder: Path) -> str | None:
         )
     if not here and not base:
         raise TargetError(f"target folder '{name}' holds an adapter alone, and its {_CONFIG} names no base model")
+    if not here and holds_adapter(Path(base).expanduser()):
+        raise TargetError(f"target folder '{name}' holds an adapter for '{base}', which holds one itself; merge that first")
     return None if here else base
 
 

@@ -6,7 +6,9 @@ checkpoint brings along (`trust_remote_code` is off).
 
 from __future__ import annotations
 
+import copy
 import difflib
+import functools
 import importlib.util
 import json
 import subprocess
@@ -15,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -65,7 +68,7 @@ def resolve_source(name: str | Path) -> Source:
         random_config(text)  # refuses what it does not know
         return Source(text, text, random=True)
     path = Path(text).expanduser()
-    if path.is_file() and path.suffix == ".gguf":
+    if path.is_file() and path.suffix.lower() == ".gguf":
         return Source(text, str(path.parent), path.name)
     if path.is_dir():
         return _folder_source(text, path)
@@ -124,10 +127,25 @@ def load_config(source: Source):
     if source.random:
         return random_config(source.name)
     try:
-        config = AutoConfig.from_pretrained(source.location, trust_remote_code=False, **source.kwargs)
+        config = _read(AutoConfig, source)
     except Exception as error:
         raise TargetError(_explain(source, error)) from error
     return config.get_text_config()
+
+
+def _read(kind: type, source: Source) -> Any:
+    """A config or a tokenizer. A GGUF's header takes seconds to parse, so what was read of one is kept while the file stays
+    as it is; each caller gets a copy."""
+    file = Path(source.location) / (source.gguf_file or "")
+    if source.gguf_file is None or not file.is_file():
+        return kind.from_pretrained(source.location, trust_remote_code=False, **source.kwargs)
+    stat = file.stat()
+    return copy.deepcopy(_read_gguf(kind, source.location, source.gguf_file, stat.st_mtime_ns, stat.st_size))
+
+
+@functools.lru_cache(maxsize=4)
+def _read_gguf(kind: type, location: str, gguf_file: str, *stamp: int) -> Any:
+    return kind.from_pretrained(location, trust_remote_code=False, gguf_file=gguf_file)
 
 
 @contextmanager
@@ -160,15 +178,18 @@ def load_model(
     if source.random:
         return build_random(source.name, torch.device(device), dtype, "sdpa" if attention == "auto" else attention)
     try:
+        config = load_config(source)
+        read = {"config": config} if source.gguf_file else {}  # a folder's may hold more than the text config
         with no_bars(), adapters.without_adapter(source.location) as location:
             model, info = AutoModelForCausalLM.from_pretrained(
                 location,
                 dtype=dtype,
-                attn_implementation=supported_attention(load_config(source)) if attention == "auto" else attention,
+                attn_implementation=supported_attention(config) if attention == "auto" else attention,
                 trust_remote_code=False,
                 output_loading_info=True,
                 **_dequantized(source),
                 **source.kwargs,
+                **read,
             )
             if source.adapter:
                 model = adapters.merged(model, source.adapter)
@@ -213,7 +234,7 @@ def _refuse_incomplete(source: Source, model: torch.nn.Module, info: dict) -> No
     )
 
 
-def _explain(source: Source, error: Exception) -> str:
+def _explain(source: Source, error: Exception, of_model: bool = True) -> str:
     """One message for each way a load fails, the architecture named where there is one."""
     text = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
     method = _quantization(source)
@@ -229,7 +250,7 @@ def _explain(source: Source, error: Exception) -> str:
         or isinstance(error, KeyError)
         or "Unrecognized" in str(error)
     )
-    if architecture and known:
+    if architecture and known and of_model:
         return (
             f"{where} has architecture '{architecture}', which this transformers version cannot load as a "
             f"causal language model ({text}). Upgrade transformers, or convert the model"
@@ -238,7 +259,10 @@ def _explain(source: Source, error: Exception) -> str:
         return f"{where} ships its own code, which is never run here; use a model that transformers has built in"
     if isinstance(error, OSError) and source.gguf_file is None and not Path(source.location).is_dir():
         return f"{where} is no local folder and could not be fetched from the hub ({text})"
-    return f"{where} could not be loaded ({text})" + (f"; its architecture is '{architecture}'" if architecture else "")
+    return (
+        f"{where} could not be loaded ({text}); check that its files are there and whole (a Git LFS pointer is a small text "
+        "file)" + (f". Its architecture is '{architecture}'" if architecture else "")
+    )
 
 
 def _quantization(source: Source) -> str | None:
@@ -274,9 +298,9 @@ def load_tokenizer(source: Source, config):
     if source.random:
         return None
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source.location, trust_remote_code=False, **source.kwargs)
+        tokenizer = _read(AutoTokenizer, source)
     except Exception as error:
-        raise TargetError(f"the tokenizer of {_explain(source, error)}") from error
+        raise TargetError(f"the tokenizer of {_explain(source, error, of_model=False)}") from error
     ends = end_token_ids(config)
     if source.gguf_file and ends and tokenizer.eos_token_id not in ends:
         tokenizer.eos_token = tokenizer.convert_ids_to_tokens(ends[0])
@@ -292,7 +316,12 @@ def declared_end_ids(source: Source, config, tokenizer) -> list[int]:
     ids = {*end_token_ids(config), getattr(tokenizer, "eos_token_id", None)}
     file = Path(source.location) / "generation_config.json"
     if source.gguf_file is None and not source.random and file.is_file():
-        ids.update(end_token_ids(GenerationConfig.from_pretrained(source.location)))
+        try:
+            ids.update(end_token_ids(GenerationConfig.from_pretrained(source.location)))
+        except (OSError, ValueError, TypeError) as error:
+            raise TargetError(
+                f"{file} cannot be read ({' '.join(str(error).split())[:200]}); mend it (it names end tokens), or remove it"
+            ) from error
     return sorted(ids - {None})
 
 
