@@ -189,9 +189,7 @@ def test_selector_loss_equals_dense_float64(missing, soft, kind, ids):
 
 def test_no_wanted_token_leaves_the_candidates_alone():
     hidden, head = torch.randn(6, 8), torch.randn(40, 8)
-    got = chunked_head_loss(
-        hidden, head, scale=torch.ones(6), labels=torch.arange(6), wanted=torch.full((6,), -1), top_k=3, chunk_rows=4
-    )
+    got = chunked_head_loss(hidden, head, labels=torch.arange(6), wanted=torch.full((6,), -1), top_k=3, chunk_rows=4)
     assert torch.equal(got.ids, (hidden @ head.T).topk(3).indices) and not got.recalled.any()
 
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from dflash.drafter.losses import block_metrics, chunked_head_loss, decay_weights, describe_decay, loss_scale
+from dflash.drafter.losses import block_metrics, chunked_head_loss, decay_weights, describe_weights, loss_scale
 from dflash.errors import ConfigError
 from dflash.train.settings import RunConfig
 
@@ -37,10 +37,11 @@ def test_chunked_loss_equals_dense_float64(soft, chunk):
     )
     wanted, wanted_rows, wanted_best = dense(hidden, head, scale, choice.get("labels"), choice.get("teacher_hidden"))
     (wanted_grad,) = torch.autograd.grad(wanted * 3, hidden)
-    got = chunked_head_loss(hidden, head, scale=scale, chunk_rows=chunk, **choice)
-    (grad,) = torch.autograd.grad(got.loss * 3, hidden)
-    torch.testing.assert_close(got.loss.double(), wanted.detach(), rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(got.row_loss.double(), wanted_rows.detach(), rtol=1e-5, atol=1e-6)
+    got = chunked_head_loss(hidden, head, chunk_rows=chunk, **choice)
+    loss = (got.row_loss * scale).sum()
+    (grad,) = torch.autograd.grad(loss * 3, hidden)
+    torch.testing.assert_close(loss.double(), wanted.detach(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(got.row_loss.double(), wanted_rows, rtol=1e-5, atol=1e-6)
     assert torch.equal(got.prediction, wanted_best)
     torch.testing.assert_close(grad, wanted_grad, rtol=1e-5, atol=1e-6)
     assert grad[3].abs().max() == 0 and grad.abs().max() > 0.01
@@ -48,7 +49,7 @@ def test_chunked_loss_equals_dense_float64(soft, chunk):
 
 def test_labels_must_be_hard_or_soft():
     with pytest.raises(ConfigError, match="exactly one of labels"):
-        chunked_head_loss(torch.ones(1, 2), torch.ones(3, 2), scale=torch.ones(1))
+        chunked_head_loss(torch.ones(1, 2), torch.ones(3, 2))
 
 
 def test_decay_weights_follow_the_formula():
@@ -66,9 +67,9 @@ def test_the_decay_is_said_in_words_and_unset_is_not_off():
     unset = RunConfig.from_parameters("story").train.gamma
     assert unset == 10.0 and RunConfig.from_dict({"recipe": "story", "train": {}}).train.gamma == 10.0
     assert RunConfig.from_parameters(gamma="").train.gamma is None
-    assert describe_decay(8, unset) == "slot weights fall from 1 at slot 1 to 0.55 at slot 7 (gamma 10)"
-    assert describe_decay(8, None) == "slots 1 to 7 weigh the same (gamma empty)"
-    assert describe_decay(8, 0) == "only slot 1 weighs (gamma 0)"
+    assert describe_weights(8, "decay", unset) == "slot weights fall from 1 at slot 1 to 0.55 at slot 7 (gamma 10)"
+    assert describe_weights(8, "decay", None) == "slots 1 to 7 weigh the same (gamma empty)"
+    assert describe_weights(8, "decay", 0) == "only slot 1 weighs (gamma 0)"
 
 
 @pytest.mark.parametrize("gamma", [None, 0, 1.0, 10.0])

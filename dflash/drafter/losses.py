@@ -1,8 +1,16 @@
-"""Decay-weighted cross entropy and KL over a frozen lm_head, without ever holding the whole [Q, V] logits.
+"""Losses of rows over a frozen lm_head, without ever holding the whole [Q, V] logits, and the weights of a block's slots.
 
 The head is frozen, so only the gradient with respect to the hidden states is needed: it is computed chunk by chunk
-in the forward pass, while the chunk's logits exist, and scaled in the backward pass. One product with the head for the
-logits, one for the gradient, one more for the teacher with soft labels: the least there is.
+in the forward pass, while the chunk's logits exist, and scaled in the backward pass, row by row: so a row's weight may
+depend on the losses. One product with the head for the logits, one for the gradient, one more for the teacher with soft
+labels: the least there is.
+
+With t the target's distribution and p the drafter's, and a = sum of min(p, t) the share of drafted tokens that sampling
+accepts, `loss_fn` is
+    kl         KL(t || p); with hard labels cross entropy
+    tv         total variation, 1 - a
+    lk         -log a: the gradient of tv, larger where little is accepted (LK losses, arXiv 2602.23881)
+    lk_hybrid  exp(-3 a) KL + (1 - exp(-3 a)) tv with that weight held fixed: kl first, tv once much is accepted (the same)
 """
 
 from __future__ import annotations
@@ -21,6 +29,11 @@ from dflash.errors import ConfigError
 DEFAULT_CHUNK_ROWS = 1024
 GROUP = 128  # columns of logits that `top_of_rows` takes together
 REDUCTIONS = ("weight_mean", "token_mean")
+LOSSES = ("kl", "tv", "lk", "lk_hybrid")
+HYBRID_RATE = 3.0
+LEAST_ACCEPTED = 1e-20  # keeps -log a finite
+POSITION_WEIGHTS = ("decay", "acceptance")
+CONFIDENCE_FLOOR = 0.5  # of `acceptance_weights`; the paper's alpha
 
 
 def decay_weights(block_size: int, gamma: float | None, device: torch.device | str = "cpu") -> Tensor:
@@ -42,14 +55,36 @@ def decay_weights(block_size: int, gamma: float | None, device: torch.device | s
     return torch.where(slots > 0, weights, 0.0)
 
 
-def describe_decay(block_size: int, gamma: float | None) -> str:
-    """The slot weights in words, so that a log says which decay a run had."""
+def describe_weights(block_size: int, position_weights: str, gamma: float | None) -> str:
+    """The slot weights in words, so that a log says which a run had."""
+    if position_weights == "acceptance":
+        return "slot weights follow the acceptance of each block"
     if gamma is None:
         return f"slots 1 to {block_size - 1} weigh the same (gamma empty)"
     if gamma == 0:
         return "only slot 1 weighs (gamma 0)"
     last = float(decay_weights(block_size, gamma)[-1])
     return f"slot weights fall from 1 at slot 1 to {last:.2g} at slot {block_size - 1} (gamma {gamma:g})"
+
+
+def acceptance_weights(row_loss: Tensor, loss_fn: str, slot: Tensor, supervised: Tensor) -> Tensor:
+    """Weights [R] of rows by how far their block is likely to be accepted (D-PACE, arXiv 2605.18810).
+
+    A row's confidence is what its loss says of its acceptance; c = floor + (1 - floor) * confidence. A slot weighs the sum,
+    over itself and the slots behind it, of the product of all c up to there: what the block's expected length owes to it.
+    An unsupervised slot adds nothing and counts as certain. Nothing is remembered from step to step.
+
+    Args:
+        row_loss: [R], taken as it is (no gradient). slot: [R] index of each row in the flattened slots.
+        supervised: [A, S-1] bool.
+    """
+    loss = row_loss.detach()
+    confidence = 1 - loss if loss_fn == "tv" else torch.exp(-loss)
+    likely = torch.ones(supervised.shape, dtype=torch.float32, device=loss.device).flatten()
+    likely[slot] = CONFIDENCE_FLOOR + (1 - CONFIDENCE_FLOOR) * confidence
+    reached = likely.view(supervised.shape).cumprod(1) * supervised
+    behind = torch.ones(supervised.shape[1], supervised.shape[1], device=loss.device).tril()
+    return (reached @ behind).flatten()[slot]  # a product, since sums along a row may differ from run to run on a GPU
 
 
 @dataclass(frozen=True)
@@ -73,11 +108,10 @@ class HeadPass:
 
 @dataclass(frozen=True)
 class HeadLoss:
-    """What one pass over the head gives: `loss` scalar float32; per row `row_loss` and `prediction` (argmax), [R]; with
-    `HeadPass.top_k` each row's best tokens `ids` [R, K], their logits `unary` [R, K], which carry a gradient, and whether
-    the wanted token was among them by itself, `recalled` [R]."""
+    """What one pass over the head gives, per row: `row_loss` [R] float32, which carries a gradient, and `prediction`
+    (argmax) [R]; with `HeadPass.top_k` its best tokens `ids` [R, K], their logits `unary` [R, K], which carry a gradient,
+    and whether the wanted token was among them by itself, `recalled` [R]."""
 
-    loss: Tensor
     row_loss: Tensor
     prediction: Tensor
     ids: Tensor | None = None
@@ -133,18 +167,19 @@ def _logits(hidden: Tensor, head: Tensor, head_fp8: Fp8Head | None, out: Tensor 
     return hidden @ head.T if out is None else torch.mm(hidden, head.T, out=out)
 
 
-def _finish(ctx, grad: Tensor | None, head: Tensor, kept: _Kept, loss: Tensor, row_loss: Tensor, prediction: Tensor):
+def _finish(ctx, grad: Tensor | None, head: Tensor, kept: _Kept, row_loss: Tensor, prediction: Tensor):
     """A pass's outputs, in `HeadLoss`'s order."""
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(grad, *((kept.ids, head) if kept.top_k else ()))
-    ctx.mark_non_differentiable(row_loss, prediction, kept.ids, kept.recalled)
-    return loss, row_loss, prediction, kept.ids, kept.unary, kept.recalled
+    ctx.mark_non_differentiable(prediction, kept.ids, kept.recalled)
+    return row_loss, prediction, kept.ids, kept.unary, kept.recalled
 
 
-def _hidden_gradient(ctx, dloss: Tensor | None, _row_loss, _prediction, _ids, dunary: Tensor | None, _) -> Tensor | None:
-    """Gradient of the hidden states [R, H]: what the pass made ready, and what came back through the candidates."""
+def _hidden_gradient(ctx, scale: Tensor | None, _prediction, _ids, dunary: Tensor | None, _) -> Tensor | None:
+    """Gradient of the hidden states [R, H]: what the pass made ready, times what each row's loss counts, [R]; and what came
+    back through the candidates."""
     grad, *candidates = ctx.saved_tensors
-    found = None if dloss is None else grad * dloss.to(grad.dtype)
+    found = None if scale is None else torch.mul(grad, scale[:, None], out=torch.empty_like(grad))  # rounded once
     if dunary is None or not candidates:
         return found
     ids, head = candidates
@@ -152,11 +187,31 @@ def _hidden_gradient(ctx, dloss: Tensor | None, _row_loss, _prediction, _ids, du
     return through if found is None else found + through
 
 
+def _soft_rows(log_p: Tensor, log_t: Tensor, loss_fn: str) -> tuple[Tensor, Tensor]:
+    """Losses [n] of rows with the log probabilities log_p and the teacher's log_t, both [n, V] and used up, and the gradient
+    for the rows' logits, [n, V]."""
+    teacher = log_t.exp()
+    divergence = (teacher * log_t.sub_(log_p)).sum(-1)
+    del log_t
+    draft = log_p.exp_()
+    if loss_fn == "kl":
+        return divergence, draft.sub_(teacher)
+    accepted = torch.minimum(draft, teacher).sum(-1).clamp(min=LEAST_ACCEPTED)
+    below = draft < teacher
+    raised = (draft * below).sum(-1)  # the drafter's mass where it is below the teacher
+    kl = torch.exp(-HYBRID_RATE * accepted) if loss_fn == "lk_hybrid" else torch.zeros_like(accepted)
+    tv = 1 / accepted if loss_fn == "lk" else 1 - kl
+    loss = -accepted.log() if loss_fn == "lk" else kl * divergence + tv * (1 - accepted)
+    # The slope is kl (p - t) + tv p (raised - [p < t]).
+    factor = torch.where(below, (kl + tv * (raised - 1))[:, None], (kl + tv * raised)[:, None])
+    return loss, draft.mul_(factor).sub_(teacher.mul_(kl[:, None]))
+
+
 class _ChunkedHeadLoss(torch.autograd.Function):
-    """sum_r scale_r * l_r with l_r = CE(labels_r) or KL(teacher_r || draft_r); gradient for `hidden` only."""
+    """Per row CE(labels) or a loss between teacher and drafter; gradient for `hidden` only."""
 
     @staticmethod
-    def forward(ctx, hidden, head, labels, teacher_hidden, scale, wanted, how):
+    def forward(ctx, hidden, head, labels, teacher_hidden, wanted, loss_fn, how):
         kept = _Kept(hidden, wanted, how.top_k)
         rows, chunk_rows, head_fp8 = hidden.shape[0], how.chunk_rows, how.head_fp8
         row_loss = torch.empty(rows, dtype=torch.float32, device=hidden.device)
@@ -176,19 +231,17 @@ class _ChunkedHeadLoss(torch.autograd.Function):
                 difference = log_p.exp_()
                 difference.scatter_add_(-1, picked, torch.full_like(row_loss[part, None], -1.0))
             else:
-                log_t = torch.log_softmax(_logits(teacher_hidden[part], head, head_fp8).float(), -1)
-                teacher = log_t.exp()
-                row_loss[part] = (teacher * log_t.sub_(log_p)).sum(-1)
-                difference = log_p.exp_().sub_(teacher)
+                row_loss[part], difference = _soft_rows(
+                    log_p, torch.log_softmax(_logits(teacher_hidden[part], head, head_fp8).float(), -1), loss_fn
+                )
             if grad is not None:
-                difference.mul_(scale[part, None])
                 grad[part] = difference.to(head.dtype) @ head
-            log_p = log_t = teacher = difference = None  # none of them lives on into the next chunk
-        return _finish(ctx, grad, head, kept, (row_loss * scale).sum(), row_loss, prediction)
+            log_p = difference = None  # neither lives on into the next chunk
+        return _finish(ctx, grad, head, kept, row_loss, prediction)
 
     @staticmethod
     def backward(ctx, *grads):
-        return _hidden_gradient(ctx, *grads), None, None, None, None, None, None
+        return _hidden_gradient(ctx, *grads), *[None] * 6
 
 
 class _FusedHeadLoss(torch.autograd.Function):
@@ -198,7 +251,7 @@ class _FusedHeadLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, head, labels, teacher, scale, wanted, how):
+    def forward(ctx, hidden, head, labels, teacher, wanted, loss_fn, how):
         from dflash.drafter.kernels.head_loss import hard_loss_, soft_loss_
 
         kept, (teacher_hidden, teacher_rows) = _Kept(hidden, wanted, how.top_k), teacher
@@ -214,43 +267,44 @@ class _FusedHeadLoss(torch.autograd.Function):
             part = slice(start, min(start + chunk_rows, rows))
             x = _logits(hidden[part], head, head_fp8, logits[: part.stop - start])  # [c, V]
             kept.keep(part, x)
-            outputs = (scale[part], row_loss[part], prediction[part])
+            outputs = (row_loss[part], prediction[part])
             if teacher_hidden is None:
                 hard_loss_(x, labels[part], *outputs, with_grad=grad is not None)
             else:
                 first, last = teacher_spans[chunk]
                 y = _logits(teacher_hidden[first:last], head, head_fp8, teacher_logits[: last - first])
-                soft_loss_(x, y, teacher_rows[part], *outputs, first_teacher=first, with_grad=grad is not None)
+                how_soft = {"loss_fn": loss_fn, "first_teacher": first, "with_grad": grad is not None}
+                soft_loss_(x, y, teacher_rows[part], *outputs, **how_soft)
             if grad is not None:
                 torch.mm(x, head, out=grad[part])
-        return _finish(ctx, grad, head, kept, (row_loss * scale).sum(), row_loss, prediction)
+        return _finish(ctx, grad, head, kept, row_loss, prediction)
 
     @staticmethod
     def backward(ctx, *grads):
-        return _hidden_gradient(ctx, *grads), None, None, None, None, None, None
+        return _hidden_gradient(ctx, *grads), *[None] * 6
 
 
 def chunked_head_loss(
     hidden: Tensor,
     head: Tensor,
     *,
-    scale: Tensor,
     labels: Tensor | None = None,
     teacher_hidden: Tensor | None = None,
     teacher_rows: Tensor | None = None,
     wanted: Tensor | None = None,
+    loss_fn: str = "kl",
     **how: Any,
 ) -> HeadLoss:
-    """Loss of draft hidden states through a frozen head.
+    """Losses of draft hidden states through a frozen head.
 
     Args:
         hidden: [R, H] after the drafter's final norm; head: [V, H], frozen.
-        scale: [R] float32, what each row's loss counts in the sum (weight over the reduction's denominator).
         labels: [R] int64, hard labels. Or teacher_hidden: [R, H], the target's final-normed states whose
-            distribution through the same head is the soft label (the loss is KL(target || drafter)).
+            distribution through the same head is the soft label.
         teacher_rows: [R] int; row r's teacher is teacher_hidden[teacher_rows[r]] (then [U, H]), so that blocks that
             overlap share the teacher's logits. None: one teacher row per row.
         wanted: [R] int64, a token that has to be among each row's `HeadPass.top_k` candidates; -1: none.
+        loss_fn: one of `LOSSES`, with soft labels; hard ones have cross entropy.
         how: fields of `HeadPass`.
 
     Raises: ConfigError when not exactly one of labels and teacher_hidden is given.
@@ -263,11 +317,11 @@ def chunked_head_loss(
             teacher_rows = torch.arange(rows, dtype=torch.int32, device=hidden.device)
             starts = range(0, rows, way.chunk_rows)
             way = replace(way, teacher_spans=[(start, min(start + way.chunk_rows, rows)) for start in starts])
-        outputs = _FusedHeadLoss.apply(hidden, head, labels, (teacher_hidden, teacher_rows), scale, wanted, way)
+        outputs = _FusedHeadLoss.apply(hidden, head, labels, (teacher_hidden, teacher_rows), wanted, loss_fn, way)
     else:
         if teacher_rows is not None:
             teacher_hidden = teacher_hidden[teacher_rows]
-        outputs = _ChunkedHeadLoss.apply(hidden, head, labels, teacher_hidden, scale, wanted, way)
+        outputs = _ChunkedHeadLoss.apply(hidden, head, labels, teacher_hidden, wanted, loss_fn, way)
     return HeadLoss(*outputs)
 
 

@@ -175,6 +175,10 @@ class DFlashDrafter(nn.Module):
             self.head_scale_bits = quantized.scales.view(torch.int32)
             self.head_columns = quantized.columns
 
+    def hidden_matrices(self) -> list[nn.Parameter]:
+        """Weights that turn states into states: every matrix but the selector's tables of tokens."""
+        return [p for name, p in self.named_parameters() if p.dim() == 2 and not name.endswith("codebook")]
+
     @property
     def head_fp8(self) -> fp8_head.Fp8Head | None:
         """The quantized head, or None with head_precision "same"."""

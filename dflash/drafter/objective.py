@@ -10,7 +10,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dflash.drafter.head_plan import HeadPlan
-from dflash.drafter.losses import HeadLoss, HeadPass, block_metrics, chunked_head_loss, decay_weights, loss_scale
+from dflash.drafter.losses import (
+    LOSSES,
+    POSITION_WEIGHTS,
+    HeadLoss,
+    HeadPass,
+    acceptance_weights,
+    block_metrics,
+    chunked_head_loss,
+    decay_weights,
+    loss_scale,
+)
 from dflash.drafter.selector import pair_scores
 from dflash.errors import ConfigError
 
@@ -24,9 +34,12 @@ MISSING = ("replace", "skip")
 class Objective:
     """What a training forward minimises.
 
-    use_soft_labels: KL to the target's distribution instead of cross entropy to the token.
+    use_soft_labels: a loss to the target's distribution instead of cross entropy to the token.
+    loss_fn: which one, see `losses`.
+    position_weights: "decay" by `gamma`, or "acceptance" (`losses.acceptance_weights`), whose sum nobody knows before the
+        pass: a loss is divided by the number of weighted slots then.
     gamma: decay of the slot weights; None is uniform.
-    reduction: "weight_mean" or "token_mean".
+    reduction: "weight_mean" or "token_mean"; with "acceptance" weights the latter.
     denominator: what the weighted sum is divided by, instead of this pack's own reduction; the total over a step's
         packs makes their losses and gradients add up.
     selector_alpha: weight of the candidate selector's cross entropy beside that loss.
@@ -35,6 +48,8 @@ class Objective:
     """
 
     use_soft_labels: bool = False
+    loss_fn: str = "kl"
+    position_weights: str = "decay"
     gamma: float | None = 10.0
     reduction: str = "weight_mean"
     denominator: float | None = None
@@ -42,8 +57,23 @@ class Objective:
     selector_missing: str = "replace"
 
     def __post_init__(self) -> None:
+        refuse_objective(self.loss_fn, self.use_soft_labels, self.position_weights)
+        if self.position_weights == "acceptance":
+            object.__setattr__(self, "reduction", "token_mean")
         if self.selector_missing not in MISSING:
             raise ConfigError(f"selector_missing must be {' or '.join(MISSING)}, got {self.selector_missing!r}")
+
+
+def refuse_objective(loss_fn: str, soft: bool, position_weights: str) -> None:
+    """Raises ConfigError for a name that there is not, and for a loss that needs the target's distribution without it."""
+    for name, value, known in (("loss_fn", loss_fn, LOSSES), ("position_weights", position_weights, POSITION_WEIGHTS)):
+        if value not in known:
+            raise ConfigError(f"{name} must be {', '.join(known[:-1])} or {known[-1]}, got {value!r}")
+    if loss_fn != "kl" and not soft:
+        raise ConfigError(
+            f"loss_fn={loss_fn} compares with the target's distribution, and soft_labels is off; turn soft_labels on, or "
+            "use loss_fn=kl, which is cross entropy then"
+        )
 
 
 def pack_loss(
@@ -60,22 +90,19 @@ def pack_loss(
     tokens = input_ids[rows.label_at]  # [R]
     labels = drafter.draft_index[tokens]  # -1 outside the draft vocabulary
     soft = wanted.use_soft_labels
-    decay = decay_weights(drafter.block_size, wanted.gamma, input_ids.device)[1:]
-    weights = decay[rows.slot % (drafter.block_size - 1)]
-    if not soft:
-        weights = weights * (labels >= 0)
-    scale = loss_scale(weights, wanted.reduction, wanted.denominator)
     result = chunked_head_loss(
         hidden,
         drafter.lm_head,
-        scale=scale,
         labels=None if soft else labels.clamp(min=0),
         teacher_hidden=last_hidden[rows.teacher_at].to(hidden.dtype) if soft else None,
         teacher_rows=rows.teacher_row if soft else None,
         wanted=labels if how.top_k else None,
+        loss_fn=wanted.loss_fn,
         **vars(how),
     )
-    loss, right, more = result.loss, drafter.draft_token_ids[result.prediction] == tokens, {}
+    weights = slot_weights(rows, wanted, result.row_loss, None if soft else labels >= 0)
+    scale = loss_scale(weights, wanted.reduction, wanted.denominator)
+    loss, right, more = (result.row_loss * scale).sum(), drafter.draft_token_ids[result.prediction] == tokens, {}
     if how.top_k:
         row_loss, picked = rank_candidates(drafter, hidden, result, input_ids[rows.label_at - 1], labels)
         kept = (labels >= 0) & (result.recalled if wanted.selector_missing == "skip" else True)
@@ -86,6 +113,17 @@ def pack_loss(
     metrics = block_metrics(_by_slot(rows, right), rows.supervised) | more
     metrics |= {"loss": loss.detach(), "weight": weights.sum(), "supervised_slots": rows.supervised.sum()}
     return loss, metrics
+
+
+def slot_weights(rows: HeadPlan, wanted: Objective, row_loss: Tensor, known: Tensor | None) -> Tensor:
+    """What each row weighs, [R]; `known` [R] bool: the rows that weigh at all, None: all."""
+    slots = rows.supervised.shape[1]
+    if wanted.position_weights == "acceptance":
+        loss = row_loss if known is None else row_loss.masked_fill(~known, float("inf"))  # nothing to accept there
+        weights = acceptance_weights(loss, wanted.loss_fn, rows.slot, rows.supervised)
+    else:
+        weights = decay_weights(slots + 1, wanted.gamma, row_loss.device)[1:][rows.slot % slots]
+    return weights if known is None else weights * known
 
 
 def rank_candidates(

@@ -5,6 +5,7 @@ How a step is computed is an engine's business (`engine`).
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections import deque
@@ -67,7 +68,8 @@ class Trainer:
         self.evaluated: int | None = None  # its step
         self._pending: deque[tuple[StepPlan, float, Readback, float]] = deque()  # plan, lr, result, seconds
         self._clock = 0.0
-        self._timed = 0.0
+        self._timed, self._counted = 0.0, 0  # seconds and number of the steps that tell the pace
+        self._fit_at = _TIMED_STEPS  # the step that looks at it next
         self.done = 0  # completed steps
 
     def train(self, first_step: int = 1) -> Outcome:
@@ -96,7 +98,7 @@ class Trainer:
     def _step(self, step: int, first_step: int) -> None:
         """Run one step, and what is due after it."""
         plan = self.engine.planner.step(step)
-        lr = learning_rate(step, self.total, self.options.warmup_steps, self.options.lr, self.options.min_lr_ratio)
+        lr = learning_rate(step, self.total, *self.options.schedule_parts())
         began = time.perf_counter()
         result = Readback(self.engine.step(plan, lr))
         if self._pending:  # on a GPU: the step before this one has ended by now, or is waited for
@@ -107,10 +109,10 @@ class Trainer:
         self.done = step
         self._record(keep=1 if self.engine.replica.device.type == "cuda" else 0)
         self._beat()
-        if first_step == 1 and 1 < step <= _TIMED_STEPS:
-            self._timed += time.perf_counter() - began
-            if step == _TIMED_STEPS:
-                self._fit_minutes(self._timed / (_TIMED_STEPS - 1))
+        if step > first_step:  # the first one of a process is slow
+            self._timed, self._counted = self._timed + time.perf_counter() - began, self._counted + 1
+        if self.options.max_minutes is not None and step >= self._fit_at and self._counted:
+            self._fit_minutes(self._timed / self._counted)
         if _due(step, self.options.eval_every) or step == self.total:
             self.evaluate(step)
         if _due(step, self.options.checkpoint_every) and step != self.total:
@@ -133,11 +135,15 @@ class Trainer:
             "skipped": self.skipped,
             "acceptance": self.acceptance,
             "evaluated": self.evaluated,
+            "pace": [self._timed, self._counted, self._fit_at],
         }
 
     def load_state_dict(self, state: dict) -> None:
         if state["asked"] == self.options.steps:  # else more or fewer steps are wanted now
             self.total = state["total"]
+            self._timed, self._counted, self._fit_at = state.get("pace", (0.0, 0, math.inf))
+        else:
+            self._fit_at = math.inf
         self.skipped, self.acceptance = state["skipped"], state["acceptance"]
         self.evaluated = state.get("evaluated")
 
@@ -221,14 +227,14 @@ class Trainer:
         return f"dflash replay --run {self.run.path} --step {step}"
 
     def _fit_minutes(self, seconds: float) -> None:
-        """Plan fewer steps when `max_minutes` would not hold them at `seconds` a step, before the schedule is under
-        way."""
-        if self.options.max_minutes is None:
-            return
-        fit = int(self.options.max_minutes * 60 / seconds)
-        self.total = max(self.done, min(self.total, fit))
+        """Plan as many steps as `max_minutes` holds at `seconds` a step, and look again in a twentieth of them: the schedule
+        always has room to end."""
+        first, fit = self._fit_at == _TIMED_STEPS, int(self.options.max_minutes * 60 / seconds)
+        self.total = min(self.options.steps, max(fit, self.done + fit // _LOOKS))
+        again = self.done + self.total // _LOOKS + 1
+        self._fit_at = again if again < self.total - self.total // _LOOKS else math.inf
         self.run.metrics.write("plan", steps=self.total)
-        if self.total < self.options.steps:
+        if first and self.total < self.options.steps:
             self._log(
                 "info",
                 f"{self.options.max_minutes:g} minutes hold {self.total} of {self.options.steps} steps at "
@@ -242,6 +248,7 @@ def _due(step: int, every: int) -> bool:
 
 
 _TIMED_STEPS = 12  # the first of them is not counted
+_LOOKS = 20  # at the pace, in a run
 
 
 def _skip_reason(plan: StepPlan, loss: float, norm: float) -> str | None:

@@ -94,7 +94,8 @@ class Planner:
         self.block_size = block_size
         self.max_anchors = max_anchors
         self.reduction, self.soft_labels = train.reduction, train.soft_labels
-        self.decay = decay_weights(block_size, train.gamma)
+        # Weights that follow acceptance are known after the pass only: the loss is a mean over slots then.
+        self.decay = decay_weights(block_size, train.gamma if train.position_weights == "decay" else None)
         self.draft_index = None if draft_index is None else draft_index.cpu()
         self._order: tuple[int, list[int]] = (-1, [])
         self._making = threading.Lock()

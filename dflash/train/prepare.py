@@ -26,7 +26,7 @@ from dflash.data import (
 from dflash.devices import on
 from dflash.drafter.attention import DEFAULT_MAX_DENSE_BYTES
 from dflash.drafter.export import open_drafter
-from dflash.drafter.losses import describe_decay
+from dflash.drafter.losses import describe_weights
 from dflash.drafter.model import DFlashDrafter
 from dflash.drafter.storage import with_parts
 from dflash.drafter.warm_start import WarmStartError, warm_start
@@ -148,7 +148,7 @@ def prepare(resolved: ResolvedRun, say: Say = lambda line: None, data: Data | No
         if target.is_hybrid:
             say(preflight(target).message or "hybrid target with fast linear-attention kernels")
         drafter = make_drafter(resolved, target, data, device, say)
-        say(describe_decay(drafter.block_size, resolved.config.train.gamma))
+        say(describe_weights(drafter.block_size, resolved.config.train.position_weights, resolved.config.train.gamma))
         source = make_run_source(resolved, target, data, device)
     if len(devices) > 1:
         say(shard_target(target, devices).describe())

@@ -11,9 +11,10 @@ from __future__ import annotations
 import json
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import torch
@@ -102,18 +103,19 @@ def replay_step(
     total: int,
     first_step: int = 1,
     say: Say = lambda line: None,
+    rates: Mapping[int, float] = MappingProxyType({}),
 ) -> tuple[bool, list[ReplayedPack], float, float]:
     """Take steps `first_step` .. `step` - 1 with `replica`, then `step` in float32.
 
     Args:
         replica: with the weights and moments before `first_step`; its drafter is float32 afterwards.
-        total: planned steps of the run, which the learning rate follows.
+        total: planned steps of the run, which the learning rate follows. rates: the recorded ones of its steps.
 
     Returns (weights finite before the step, packs, loss, gradient norm).
     """
     engine, options = SerialEngine(replica, source, planner), replica.options
     for earlier in range(first_step, step):
-        lr = learning_rate(earlier, total, options.warmup_steps, options.lr, options.min_lr_ratio)
+        lr = rates.get(earlier) or learning_rate(earlier, total, *options.schedule_parts())
         engine.step(planner.step(earlier), lr)
         if (earlier - first_step) % 50 == 49:
             say(f"at step {earlier}, on the way to {step}")
@@ -210,6 +212,7 @@ def replay(run_path: str | Path, step: int, device: str = "cpu", say: Say = lamb
     if not 1 <= step <= config.train.steps:
         raise RunError(f"the run at {run_path} has steps 1 to {config.train.steps}, got step {step}")
     recorded = _recorded(run_path, step)
+    rates = {at: record["lr"] for at, record in recorded.items()}
     resolved = recall(run_path).on_one(device_named(device))
     prepared = prepare(resolved, say)
     replica, total = Replica(prepared.drafter, resolved.config.train), config.train.steps
@@ -221,14 +224,15 @@ def replay(run_path: str | Path, step: int, device: str = "cpu", say: Say = lamb
         total = state["trainer"]["total"]
         say(f"from the checkpoint of step {start}")
     first = start + 1 if walk else step
-    finite, packs, loss, norm = replay_step(step, prepared.planner, prepared.source, replica, total, first, say)
-    result = Replay(step, start, finite, loss, norm, recorded, packs)
+    finite, packs, loss, norm = replay_step(step, prepared.planner, prepared.source, replica, total, first, say, rates)
+    result = Replay(step, start, finite, loss, norm, recorded.get(step, {}), packs)
     (run_path / f"replay-step-{step}.json").write_text(json.dumps(plain(asdict(result)), indent=1))
     return result
 
 
-def _recorded(run_path: Path, step: int) -> dict:
-    """The newest record of the step; empty for one that the run may have failed in. RunError for one it never came to."""
+def _recorded(run_path: Path, step: int) -> dict[int, dict]:
+    """The newest record of each step, where there is one: a run may have failed in `step`. RunError where it never came to
+    it."""
     records, _ = read_metrics(run_path)
     if not records:
         raise RunError(f"{run_path} has no record (metrics.jsonl) of any step; give the folder of a run that was trained")
@@ -236,4 +240,4 @@ def _recorded(run_path: Path, step: int) -> dict:
     last = max((r["step"] for r in steps), default=0)
     if step > last + _UNRECORDED:
         raise RunError(f"the record of {run_path} ends at step {last}, got step {step}; give one that was taken")
-    return next((r for r in reversed(steps) if r["step"] == step), {})
+    return {r["step"]: r for r in steps}

@@ -20,8 +20,9 @@ import yaml
 from dflash.drafter.attention import BACKENDS
 from dflash.drafter.config import CODEBOOKS, DRAFTER_KINDS, SECOND_KIND
 from dflash.drafter.fp8_head import PRECISIONS
-from dflash.drafter.objective import MISSING
+from dflash.drafter.objective import MISSING, refuse_objective
 from dflash.errors import ConfigError, refuse_below, refuse_seed, refuse_unknown
+from dflash.train.optimizer import OPTIMIZERS, SCHEDULES
 from dflash.train.recipes import AUTO, choose_recipe, read_recipe
 from dflash.train.values import coerce
 
@@ -142,16 +143,22 @@ class TrainOptions:
     """Optimisation."""
 
     steps: int
-    max_minutes: float | None  # plan fewer steps if the first ones say that all take longer; estimated once, no limit
+    max_minutes: float | None  # minutes of steps (evaluations apart); fewer steps are planned as their pace asks for it
     packs_per_step: int  # packs whose gradients make one step, over all replicas
+    optimizer: str = "adamw"  # or "muon": matrices by Muon with AdamW's step size, the rest by AdamW; the same lr
     lr: float
+    schedule: str = "cosine"  # or "wsd": warmup, then constant, then down over the last fifth of the steps
     warmup_steps: int
-    min_lr_ratio: float = 0.05  # cosine ends at lr times this
+    min_lr_ratio: float = 0.05  # the schedule ends at lr times this
     weight_decay: float = 0.01
     betas: tuple[float, float] = (0.9, 0.95)
     max_grad_norm: float = 1.0
+    position_weights: str = "decay"  # slot weights: "decay" by gamma, or by the "acceptance" of their block (D-PACE)
     gamma: float | None  # decay of slot weights; None: uniform; 0: slot 1 only
-    soft_labels: bool  # KL to the target's distribution instead of cross entropy to the token
+    soft_labels: bool  # a loss to the target's distribution instead of cross entropy to the token
+    loss_fn: str = (
+        "kl"  # that loss: "kl", "tv" (total variation), "lk" (-log of the acceptance) or "lk_hybrid" (kl, then tv)
+    )
     reduction: str = "weight_mean"
     selector_alpha: float = 1.0  # dflash2: weight of the candidate selector's loss
     selector_missing: str = "replace"  # right token no candidate: it "replace"s the weakest in the loss, or "skip" the slot
@@ -182,6 +189,9 @@ class TrainOptions:
             f"max_minutes must be positive and finite, or None, got {self.max_minutes}",
         )
         _require(0 <= self.min_lr_ratio <= 1, f"min_lr_ratio must be between 0 and 1, got {self.min_lr_ratio}")
+        refuse_objective(self.loss_fn, self.soft_labels, self.position_weights)
+        for name, known in (("optimizer", OPTIMIZERS), ("schedule", SCHEDULES)):
+            _require(getattr(self, name) in known, f"{name} must be {' or '.join(known)}, got {getattr(self, name)!r}")
         _require(
             self.selector_missing in MISSING,
             f"selector_missing must be {' or '.join(MISSING)}, got {self.selector_missing!r}",
@@ -205,6 +215,10 @@ class TrainOptions:
             len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas),
             f"betas must be two numbers in [0, 1), got {self.betas}",
         )
+
+    def schedule_parts(self) -> tuple[int, float, float, str]:
+        """What `learning_rate` takes beside the step and the number of steps."""
+        return self.warmup_steps, self.lr, self.min_lr_ratio, self.schedule
 
 
 @dataclass(frozen=True)
@@ -259,6 +273,11 @@ class RunConfig:
             self.drafter.block_size <= self.data.pack_length,
             f"block_size {self.drafter.block_size} does not fit into a pack of pack_length {self.data.pack_length} "
             "tokens; make the block smaller or the pack longer",
+        )
+        _require(
+            self.train.optimizer == "adamw" or self.runtime.drafter_parallel == "replicate",
+            f"optimizer={self.train.optimizer} needs whole matrices, and drafter_parallel=fsdp2 splits them; use "
+            "optimizer=adamw, or drafter_parallel=replicate",
         )
 
     @classmethod

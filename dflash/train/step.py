@@ -43,6 +43,7 @@ class Replica:
             betas=options.betas,
             weight_decay=options.weight_decay,
             max_grad_norm=options.max_grad_norm,
+            muon=self.drafter.hidden_matrices() if options.optimizer == "muon" else (),
         )
 
     @property
@@ -69,6 +70,8 @@ class Replica:
             lengths=pack.lengths,
             position_ids=to_device(pack.position_ids[None], device),
             use_soft_labels=self.options.soft_labels,
+            loss_fn=self.options.loss_fn,
+            position_weights=self.options.position_weights,
             gamma=self.options.gamma,
             reduction=self.options.reduction,
             selector_alpha=self.options.selector_alpha,

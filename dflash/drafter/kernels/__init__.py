@@ -1,6 +1,6 @@
 """Triton kernels of the drafter's training step. Each is tested against its plain torch counterpart.
 
-  head_loss   softmax, KL or cross entropy, argmax and gradient over the logits of a chunk of rows, in place
+  head_loss   softmax, loss, argmax and gradient over the logits of a chunk of rows, in place
   pointwise   RMSNorm with its residual, q/k norm with rotary, SwiGLU
   attention   block-diffusion attention, context and own block, without a mask tensor
 

@@ -1,9 +1,10 @@
 """Loss and gradient of a chunk of logits in place: two passes over the logits, nothing else of their size.
 
 Pass 1 reads a row once and keeps an online softmax: maximum, sum of exponentials, argmax and, with a teacher,
-sum exp(y - max y) (y - x), from which KL(teacher || draft) follows. Pass 2 overwrites the draft logits by the gradient
-of `scale * loss`. Per row of V bf16 logits that is 2V (hard) or 4V (soft) elements read and V written; one row is half
-a megabyte at V 248320, so it cannot stay on the chip between the passes.
+sum exp(y - max y) (y - x), from which KL(teacher || draft) follows. The last pass overwrites the draft logits by the
+gradient of the row's loss. Per row of V bf16 logits that is 2V (hard) or 4V (soft) elements read and V written; one row is
+half a megabyte at V 248320, so it cannot stay on the chip between the passes. Losses made of the acceptance (`losses`) need
+the softmax's sums first, and read both rows once more in between.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from dflash.drafter.losses import HYBRID_RATE, LEAST_ACCEPTED
 
 BLOCK = 4096
 WARPS = 8
@@ -57,13 +60,15 @@ def _soft_kernel(
     x_ptr,
     y_ptr,
     teacher_row_ptr,
-    scale_ptr,
     loss_ptr,
     argmax_ptr,
     size,
     x_stride,
     y_stride,
     first_teacher,
+    LOSS_FN: tl.constexpr,
+    RATE: tl.constexpr,
+    LEAST: tl.constexpr,
     WITH_GRAD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -92,24 +97,46 @@ def _soft_kernel(
     y_sum = tl.sum(y_total, 0)
     x_log = x_peak + tl.log(tl.sum(x_total, 0))
     y_log = y_peak + tl.log(y_sum)
-    tl.store(loss_ptr + row, tl.sum(cross, 0) / y_sum - y_log + x_log)
+    loss = tl.sum(cross, 0) / y_sum - y_log + x_log
+    of_kl, of_tv, raised = 1.0, 0.0, 0.0  # the slope is of_kl (p - t) + of_tv p (raised - [p < t])
+    if LOSS_FN != "kl":
+        lower = tl.zeros((BLOCK,), tl.float32)
+        below = tl.zeros((BLOCK,), tl.float32)
+        for start in range(0, size, BLOCK):
+            p = tl.exp(_load(x_row, start + lanes, size, True) - x_log)
+            t = tl.exp(_load(y_row, start + lanes, size, True) - y_log)
+            lower += tl.minimum(p, t)
+            below += tl.where(p < t, p, 0.0)
+        accepted = tl.maximum(tl.sum(lower, 0), LEAST)
+        raised = tl.sum(below, 0)
+        if LOSS_FN == "tv":
+            loss, of_kl, of_tv = 1.0 - accepted, 0.0, 1.0
+        elif LOSS_FN == "lk":
+            loss, of_kl, of_tv = -tl.log(accepted), 0.0, 1.0 / accepted
+        else:
+            of_kl = tl.exp(-RATE * accepted)
+            of_tv = 1.0 - of_kl
+            loss = of_kl * loss + of_tv * (1.0 - accepted)
+    tl.store(loss_ptr + row, loss)
     tl.store(argmax_ptr + row, _first_index(x_row, best_start, size, x_peak, BLOCK).to(tl.int64))
 
     if WITH_GRAD:
-        scale = tl.load(scale_ptr + row)
         # From the end backwards: the last tiles of pass 1 may still be in the L2 cache.
         for step in range(0, tl.cdiv(size, BLOCK)):
             offsets = (tl.cdiv(size, BLOCK) - 1 - step) * BLOCK + lanes
             x = _load(x_row, offsets, size, True)
             y = _load(y_row, offsets, size, True)
-            grad = (tl.exp(x - x_log) - tl.exp(y - y_log)) * scale
+            p = tl.exp(x - x_log)
+            t = tl.exp(y - y_log)
+            if LOSS_FN == "kl":
+                grad = p - t
+            else:
+                grad = of_kl * (p - t) + of_tv * p * (raised - tl.where(p < t, 1.0, 0.0))
             tl.store(x_row + offsets, grad.to(x_ptr.dtype.element_ty), mask=offsets < size)
 
 
 @triton.jit
-def _hard_kernel(
-    x_ptr, label_ptr, scale_ptr, loss_ptr, argmax_ptr, size, x_stride, WITH_GRAD: tl.constexpr, BLOCK: tl.constexpr
-):
+def _hard_kernel(x_ptr, label_ptr, loss_ptr, argmax_ptr, size, x_stride, WITH_GRAD: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     x_row = x_ptr + row * x_stride
     label = tl.load(label_ptr + row).to(tl.int32)
@@ -130,13 +157,12 @@ def _hard_kernel(
     tl.store(argmax_ptr + row, _first_index(x_row, best_start, size, peak, BLOCK).to(tl.int64))
 
     if WITH_GRAD:
-        scale = tl.load(scale_ptr + row)
         # The label's logit was read above and its tile is overwritten below, by other threads: keep them apart.
         tl.debug_barrier()
         for step in range(0, tl.cdiv(size, BLOCK)):
             offsets = (tl.cdiv(size, BLOCK) - 1 - step) * BLOCK + lanes
             x = _load(x_row, offsets, size, True)
-            grad = (tl.exp(x - log) - tl.where(offsets == label, 1.0, 0.0)) * scale
+            grad = tl.exp(x - log) - tl.where(offsets == label, 1.0, 0.0)
             tl.store(x_row + offsets, grad.to(x_ptr.dtype.element_ty), mask=offsets < size)
 
 
@@ -144,19 +170,19 @@ def soft_loss_(
     logits: Tensor,
     teacher_logits: Tensor,
     teacher_rows: Tensor,
-    scale: Tensor,
     row_loss: Tensor,
     argmax: Tensor,
     *,
+    loss_fn: str = "kl",
     first_teacher: int = 0,
     with_grad: bool = True,
 ) -> None:
-    """KL(teacher || draft) of each row; `logits` becomes the gradient of sum(scale * row_loss).
+    """The loss between teacher and draft of each row; `logits` becomes the gradient of its row's loss.
 
     Args:
         logits: [R, V], overwritten when `with_grad`. teacher_logits: [U, V], read only.
         teacher_rows: [R] int, row r's teacher is teacher_logits[teacher_rows[r] - first_teacher].
-        scale: [R] float32. row_loss [R] float32, argmax [R] int64: outputs; ties give the first index.
+        row_loss [R] float32, argmax [R] int64: outputs; ties give the first index. loss_fn: one of `losses.LOSSES`.
     """
     rows, size = logits.shape
     if rows:
@@ -164,29 +190,28 @@ def soft_loss_(
             logits,
             teacher_logits,
             teacher_rows,
-            scale,
             row_loss,
             argmax,
             size,
             logits.stride(0),
             teacher_logits.stride(0),
             first_teacher,
+            LOSS_FN=loss_fn,
+            RATE=HYBRID_RATE,
+            LEAST=LEAST_ACCEPTED,
             WITH_GRAD=with_grad,
             BLOCK=_block(size),
             num_warps=WARPS,
         )
 
 
-def hard_loss_(
-    logits: Tensor, labels: Tensor, scale: Tensor, row_loss: Tensor, argmax: Tensor, *, with_grad: bool = True
-) -> None:
+def hard_loss_(logits: Tensor, labels: Tensor, row_loss: Tensor, argmax: Tensor, *, with_grad: bool = True) -> None:
     """Cross entropy of each row to labels [R] int64; otherwise as `soft_loss_`."""
     rows, size = logits.shape
     if rows:
         _hard_kernel[(rows,)](
             logits,
             labels,
-            scale,
             row_loss,
             argmax,
             size,
