@@ -135,9 +135,11 @@ def test_the_walk_is_the_runs_own_and_the_step_is_float32():
     half = Replica(replica.drafter.to(torch.bfloat16), settings)
     plans = planner(settings, half.drafter)
     engine = SerialEngine(half, OnlineFeatures(target), plans)
+    recorded = {2: 0.7 * settings.lr}  # the plan had other minutes then
     for step in (1, 2):
-        engine.step(plans.step(step), learning_rate(step, 6, settings.warmup_steps, settings.lr, settings.min_lr_ratio))
+        rate = learning_rate(step, 6, settings.warmup_steps, settings.lr, settings.min_lr_ratio)
+        engine.step(plans.step(step), recorded.get(step, rate))
     masters = torch.cat([m.detach().flatten() for m in half.optimizer.masters])
     again = Replica(first_replica(settings)[1].drafter.to(torch.bfloat16), settings)
-    replay_step(3, plans, OnlineFeatures(target), again, 6)
+    replay_step(3, plans, OnlineFeatures(target), again, 6, rates=recorded)
     assert again.drafter.fc.weight.dtype == torch.float32 and torch.equal(weights(again), masters)
