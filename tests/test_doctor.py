@@ -179,6 +179,4 @@ def test_a_cold_launch_counts_each_outcome(monkeypatch, value, hung, outcome):
     monkeypatch.setattr(coldrun, "run_isolated", lambda *args, **kwargs: run)
     report = coldrun.run_cold(2, protect=True, devices=["cpu"])
     assert report.outcomes == {outcome: 2} and report.faults == (0 if outcome == "ok" else 2)
-    assert json.loads(coldrun.to_json([report]))[0]["protected"] is True
     assert f"2 {outcome}" in str(report) and "3 threads on cpu" in str(report)
-    assert coldrun.run_cold(2, protect=True, devices=["cpu"], budget=-1.0).outcomes == {}

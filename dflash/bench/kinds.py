@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     print(Table(rows))
     summary = [_summary(kind, [row for row in rows if row["kind"] == kind]) for kind in args.kinds]
     print(Table(summary))
-    write_json(args.json, {"bench": "kinds", "settings": settings, "runs": rows, "kinds": summary})
+    write_json(args.json, bench="kinds", settings=settings, runs=rows, kinds=summary)
     return int(any(row["exit"] for row in rows))
 
 

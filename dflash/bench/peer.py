@@ -45,13 +45,8 @@ def make_peer(shape: StepShape, head: tuple[Tensor, Tensor], device: torch.devic
     from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 
     config = Qwen3Config(
-        hidden_size=shape.hidden,
+        **shape.sizes,
         num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        intermediate_size=shape.intermediate,
-        vocab_size=shape.vocab,
         rms_norm_eps=1e-6,
         max_position_embeddings=262144,
         pad_token_id=None,
@@ -76,23 +71,13 @@ def make_peer(shape: StepShape, head: tuple[Tensor, Tensor], device: torch.devic
 
 
 def peer_call(
-    shape: StepShape,
-    inputs: StepInputs,
-    head: tuple[Tensor, Tensor],
-    device: torch.device,
-    dtype: torch.dtype,
-    soft: bool,
-    losses: str = "eager",
+    shape: StepShape, inputs: StepInputs, head: tuple[Tensor, Tensor], device: torch.device, dtype: torch.dtype, soft: bool
 ) -> Callable[[], Tensor]:
-    """A function that runs one step of the peer on our tensors and anchors, its forward compiled as a whole on CUDA.
-
-    Args:
-        losses: "eager" (compiled with the forward) or "fused" (its Triton losses, which a compiled forward refuses on
-            torch 2.11).
-    """
+    """A function that runs one step of the peer on our tensors and anchors, its forward and losses compiled as a whole on
+    CUDA. (Its Triton losses refuse a compiled forward on torch 2.11.)"""
     core, model = make_peer(shape, head, device, dtype)
-    losses_module = importlib.import_module(f"speculators.losses.{'eager' if losses == 'eager' else 'utils'}")
-    chosen = losses_module.kl_div_loss if soft else losses_module.ce_loss
+    losses = importlib.import_module("speculators.losses.eager")
+    chosen = losses.kl_div_loss if soft else losses.ce_loss
     anchors = inputs.anchors.to(device)
     core.select_anchors = lambda loss_mask, count, block: (anchors.positions, anchors.valid)
     documents = document_ids(inputs.lengths, shape.tokens)[None].to(device)

@@ -11,7 +11,16 @@ import torch
 
 from dflash.bench.pipeline_case import Case, make_engine, make_packs, make_planner, make_replica, make_target, target_flops
 from dflash.bench.shapes import SHAPES
-from dflash.bench.timing import StepClock, environment, free_memory, matmul_ceiling, measure, refuse_hours, write_json
+from dflash.bench.timing import (
+    StepClock,
+    Timing,
+    environment,
+    free_memory,
+    matmul_ceiling,
+    measure,
+    refuse_hours,
+    write_json,
+)
 from dflash.bench.workload import matmul_flops
 from dflash.compile_safety import protected
 from dflash.devices import on, one_host_thread
@@ -24,6 +33,7 @@ from dflash.train.settings import RuntimeOptions
 from dflash.train.step import Replica
 from dflash.train.topology import CPU, Topology, decide
 
+REPEATS = 3  # timed calls of a stage alone
 _TOO_FAST = 1.5  # a pipeline above this share of its slower side shows that a stage alone was measured too slow
 
 
@@ -42,21 +52,21 @@ def memory_now(devices) -> dict[str, dict[str, int | None]]:
     return found
 
 
-def measure_target(case: Case, target, ceiling: float, repeats: int = 3) -> dict:
+def measure_target(case: Case, target, ceiling: float) -> dict:
     """One target with nothing to wait for, on one pack after another."""
     source, packs = OnlineFeatures(target), cycle(make_packs(case))
     with on(target.device), one_host_thread([target.device]):
-        timing = measure(lambda: source.get(next(packs)), target.device, 1, repeats)
-    flops = target_flops(case, target)
-    return {
-        "tokens_per_second": case.shape.tokens / timing.median,
-        "seconds": timing.median,
-        "mfu": flops / timing.median / ceiling,
-        "peak_bytes": timing.peak_bytes,
-    }
+        timing = measure(lambda: source.get(next(packs)), target.device, 1, REPEATS)
+    return _stage(timing, case.shape.tokens, target_flops(case, target) / ceiling)
 
 
-def measure_drafter(case: Case, target, replica: Replica, ceiling: float, repeats: int = 3) -> dict:
+def _stage(timing: Timing, tokens: int, ideal: float) -> dict:
+    """A pack of `tokens` took `timing`; its matrix products alone would take `ideal` seconds."""
+    found = {"tokens_per_second": tokens / timing.median, "seconds": timing.median}
+    return found | {"mfu": ideal / timing.median, "peak_bytes": timing.peak_bytes}
+
+
+def measure_drafter(case: Case, target, replica: Replica, ceiling: float) -> dict:
     """One drafter with its features at hand: forward, backward and optimizer."""
     plan = make_planner(case).step(1)
     item = plan.items[0]
@@ -67,25 +77,12 @@ def measure_drafter(case: Case, target, replica: Replica, ceiling: float, repeat
         replica.apply(0.0, plan)
 
     with on(replica.device), one_host_thread([replica.device]):
-        timing = measure(step, replica.device, 2, repeats)
-    flops = matmul_flops(case.shape, case.soft_labels)
-    return {
-        "tokens_per_second": case.shape.tokens / timing.median,
-        "seconds": timing.median,
-        "mfu": flops / timing.median / ceiling,
-        "peak_bytes": timing.peak_bytes,
-    }
+        timing = measure(step, replica.device, 2, REPEATS)
+    return _stage(timing, case.shape.tokens, matmul_flops(case.shape, case.soft_labels) / ceiling)
 
 
 def run_steps(
-    engine: PipelineEngine,
-    steps: int,
-    topology: Topology,
-    lr: float,
-    warm: int = 3,
-    run_dir=None,
-    step_timeout: float = 120.0,
-    sample_every: int = 0,
+    engine: PipelineEngine, steps: int, topology: Topology, lr: float, warm: int = 3, sample_every: int = 0
 ) -> dict:
     """Drive an engine under full protection; throughput is from the end of step `warm` to the end of the last but one.
 
@@ -99,12 +96,7 @@ def run_steps(
     samples, tokens, clock = [], 0, StepClock()
     plans, began = engine.planner, time.perf_counter()
     try:
-        with (
-            one_host_thread(topology.devices),
-            protected(
-                engine.warmup_jobs(plans.step(1)), run_dir=run_dir, step_timeout=step_timeout, on_hang=engine.on_hang
-            ) as protection,
-        ):
+        with one_host_thread(topology.devices), protected(engine.warmup_jobs(plans.step(1))):
             engine.start(1)
             for number in range(1, steps + 1):
                 plan = plans.step(number)
@@ -112,7 +104,6 @@ def run_steps(
                 tokens += plan.tokens if warm < number < steps else 0  # those whose ends are timed
                 if sample_every and number >= warm and (number - warm) % sample_every == 0:
                     samples.append(memory_now(topology.devices))
-                protection.beat()
             losses = clock.read()
             memory = memory_now(topology.devices)
             engine.verify()
@@ -136,16 +127,7 @@ def run_steps(
     }
 
 
-def measure_pipeline(
-    case: Case,
-    topology: Topology,
-    steps: int,
-    depth: int = 2,
-    run=None,
-    run_dir=None,
-    step_timeout: float = 120.0,
-    repeats: int = 3,
-) -> dict:
+def measure_pipeline(case: Case, topology: Topology, steps: int, depth: int = 2) -> dict:
     """Both stages alone, then the pipeline, and how close it comes to its slower side."""
     target = make_target(case, topology.targets[0][0])
     replica = make_replica(case, target, topology.drafters[0])
@@ -153,18 +135,16 @@ def measure_pipeline(
     for device in (target.device, replica.device):
         with on(device):
             ceilings[device] = matmul_ceiling(device, case.dtype)
-    result = {"target": measure_target(case, target, ceilings[target.device], repeats)}
+    result = {"target": measure_target(case, target, ceilings[target.device])}
     free_memory(target.device)
-    result["drafter"] = measure_drafter(case, target, replica, ceilings[replica.device], repeats)
+    result["drafter"] = measure_drafter(case, target, replica, ceilings[replica.device])
     replica = Replica(replica.drafter, case.options)  # moments as new, like those of the other replicas
     free_memory(replica.device)
     for device in topology.devices:
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
-    engine = make_engine(case, topology, steps + depth + 2, depth, run, target, replica)
-    result["pipeline"] = run_steps(
-        engine, steps, topology, case.lr, warm=min(depth + 2, steps - 2), run_dir=run_dir, step_timeout=step_timeout
-    )
+    engine = make_engine(case, topology, steps + depth + 2, depth, target=target, replica=replica)
+    result["pipeline"] = run_steps(engine, steps, topology, case.lr, warm=min(depth + 2, steps - 2))
     rates = Rates(result["target"]["tokens_per_second"], result["drafter"]["tokens_per_second"])
     fed, eaten = len(topology.targets) * rates.target, len(topology.drafters) * rates.drafter
     if topology.shared:
@@ -179,13 +159,13 @@ def measure_pipeline(
     return result
 
 
-def least_seconds(case: Case, topology: Topology, steps: int, repeats: int = 3) -> float:
+def least_seconds(case: Case, topology: Topology, steps: int) -> float:
     """What the matrix products of `measure_pipeline` take the CPU, over all its workers."""
     packs, flops = steps * case.packs_per_step, 0.0
     if any(device.type == "cpu" for devices in topology.targets for device in devices):
-        flops += (packs + repeats + 2) * target_flops(case, make_target(case, torch.device("meta")))
+        flops += (packs + REPEATS + 2) * target_flops(case, make_target(case, torch.device("meta")))
     if any(device.type == "cpu" for device in topology.drafters):
-        flops += (packs + repeats + 2) * matmul_flops(case.shape, case.soft_labels)
+        flops += (packs + REPEATS + 2) * matmul_flops(case.shape, case.soft_labels)
     return flops / matmul_ceiling(CPU, case.dtype) if flops else 0.0
 
 
@@ -250,15 +230,13 @@ def run(args: argparse.Namespace) -> int:
         print(advice(gpus, Rates(**result["rates"]), (gpus - drafters, drafters)))
     write_json(
         args.json,
-        {
-            "bench": "pipeline",
-            "shape": vars(case.shape),
-            "target_layers": case.target_layers,
-            "hybrid": case.hybrid,
-            "topology": str(topology),
-            "queue_depth": args.queue_depth,
-            "environment": environment(topology.drafters[0]),
-            **result,
-        },
+        bench="pipeline",
+        shape=vars(case.shape),
+        target_layers=case.target_layers,
+        hybrid=case.hybrid,
+        topology=str(topology),
+        queue_depth=args.queue_depth,
+        environment=environment(topology.drafters[0]),
+        **result,
     )
     return 0

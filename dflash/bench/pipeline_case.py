@@ -12,7 +12,6 @@ from dflash.data import Pack
 from dflash.distributed.replicas import copy_target, make_replicas
 from dflash.distributed.threads import PipelineEngine
 from dflash.drafter.masks import document_ids
-from dflash.runs.record import Run
 from dflash.target import fast_capture as fast_target
 from dflash.target.capture import Target
 from dflash.target.features import OnlineFeatures
@@ -48,11 +47,11 @@ class Case:
         return sorted({round(i * last / max(1, self.shape.captured - 1)) for i in range(self.shape.captured)})
 
 
-def make_target(case: Case, device: torch.device, seed: int = 0) -> Target:
+def make_target(case: Case, device: torch.device) -> Target:
     """A random target on its device; seeded, so that it is the same at every call."""
     from transformers import AutoModelForCausalLM
 
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(_target_config(case), dtype=case.dtype, attn_implementation="sdpa")
     target = Target(model.eval(), layer_ids=case.captured())
@@ -64,27 +63,14 @@ def make_target(case: Case, device: torch.device, seed: int = 0) -> Target:
 def _target_config(case: Case):
     from transformers import LlamaConfig
 
-    shape = case.shape
-    sizes = dict(
-        vocab_size=shape.vocab,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.intermediate,
-        num_hidden_layers=case.target_layers,
-        tie_word_embeddings=True,
-    )
+    sizes = dict(num_hidden_layers=case.target_layers, tie_word_embeddings=True)
     if case.hybrid:
         config = random_config("random:qwen3.6-27b")
-        return type(config)(**SHAPES["qwen3.6-27b"] | sizes)
+        own = {key: case.shape.sizes[key] for key in ("vocab_size", "hidden_size", "intermediate_size")}
+        return type(config)(**SHAPES["qwen3.6-27b"] | own | sizes)
+    special = dict(bos_token_id=None, eos_token_id=None, pad_token_id=0)
     return LlamaConfig(
-        **sizes,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        max_position_embeddings=shape.tokens,
-        initializer_range=0.05,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=0,
+        **case.shape.sizes, **sizes, **special, max_position_embeddings=case.shape.tokens, initializer_range=0.05
     )
 
 
@@ -130,7 +116,6 @@ def make_engine(
     topology: Topology,
     steps: int,
     depth: int = 2,
-    run: Run | None = None,
     target: Target | None = None,
     replica: Replica | None = None,
     wrap=lambda source, worker: source,
@@ -147,7 +132,6 @@ def make_engine(
         make_planner(case),
         steps,
         queue_depth=depth,
-        run=run,
         paired=topology.paired,
     )
 

@@ -34,63 +34,25 @@ class StepShape:
     kind: str = "dflash"  # or "dflash2", or one of its parts: "convolution", "selector"
 
     @property
-    def config(self) -> DrafterConfig:
-        return create_drafter_config(
-            num_draft_layers=self.layers,
+    def sizes(self) -> dict[str, int]:
+        """Those of the decoder layers, by transformers' names."""
+        return dict(
             hidden_size=self.hidden,
             num_attention_heads=self.heads,
             num_key_value_heads=self.kv_heads,
             head_dim=self.head_dim,
             intermediate_size=self.intermediate,
             vocab_size=self.vocab,
-            **KINDS[self.kind],
         )
+
+    @property
+    def config(self) -> DrafterConfig:
+        return create_drafter_config(num_draft_layers=self.layers, **self.sizes, **KINDS[self.kind])
 
 
 TARGET = "random:qwen3.6-27b@8"  # what `bench target` captures where nobody says
-TINY = StepShape(
-    tokens=96,
-    anchors=8,
-    block=4,
-    captured=2,
-    document=30,
-    hidden=64,
-    layers=2,
-    heads=4,
-    kv_heads=2,
-    head_dim=16,
-    intermediate=96,
-    vocab=300,
-)
-SMALL = StepShape(
-    tokens=2048,
-    anchors=64,
-    block=8,
-    captured=3,
-    document=400,
-    supervised=0.8,
-    hidden=512,
-    layers=2,
-    heads=8,
-    kv_heads=2,
-    head_dim=64,
-    intermediate=1408,
-    vocab=8192,
-)
-MEDIUM = StepShape(
-    tokens=16384,
-    anchors=512,
-    block=16,
-    captured=3,
-    document=1500,
-    supervised=0.9,
-    hidden=2048,
-    layers=4,
-    heads=16,
-    kv_heads=4,
-    head_dim=128,
-    intermediate=6144,
-    vocab=65536,
-)
-FULL = StepShape()
-SHAPES = {"tiny": TINY, "small": SMALL, "medium": MEDIUM, "full": FULL}
+# The fields of StepShape from `tokens` to `vocab`, in order.
+TINY = StepShape(96, 8, 4, 2, 30, 1.0, 64, 2, 4, 2, 16, 96, 300)
+SMALL = StepShape(2048, 64, 8, 3, 400, 0.8, 512, 2, 8, 2, 64, 1408, 8192)
+MEDIUM = StepShape(16384, 512, 16, 3, 1500, 0.9, 2048, 4, 16, 4, 128, 6144, 65536)
+SHAPES = {"tiny": TINY, "small": SMALL, "medium": MEDIUM, "full": StepShape()}

@@ -123,16 +123,14 @@ def run(args: argparse.Namespace) -> int:
     print_table(results, ceiling)
     write_json(
         args.json,
-        {
-            "bench": "step",
-            "shape": vars(shape),
-            "dtype": args.dtype,
-            "optimizer": args.optimizer,
-            "head_precision": args.head_precision,
-            "matmul_ceiling": ceiling,
-            "environment": environment(device),
-            "results": results,
-        },
+        bench="step",
+        shape=vars(shape),
+        dtype=args.dtype,
+        optimizer=args.optimizer,
+        head_precision=args.head_precision,
+        matmul_ceiling=ceiling,
+        environment=environment(device),
+        results=results,
     )
     return 0
 

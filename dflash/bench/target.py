@@ -82,12 +82,12 @@ def whole_depth(name: str, target: Target) -> int:
     return random_config(name.partition("@")[0]).num_hidden_layers if is_random(name) else target.num_layers
 
 
-def _host_seconds(call: Callable[[], object], device: torch.device, timing: Timing, repeats: int = 5) -> float:
+def _host_seconds(call: Callable[[], object], device: torch.device, timing: Timing) -> float:
     """Median seconds until the call returns, each into an empty stream; on a CPU the call is the work, timed already."""
     if device.type != "cuda":
         return timing.median
     seconds = []
-    for _ in range(repeats):
+    for _ in range(5):
         synchronize(device)
         began = time.perf_counter()
         call()
@@ -134,17 +134,15 @@ def run(args: argparse.Namespace) -> int:
     print(Table(rows))
     write_json(
         args.json,
-        {
-            "bench": "target",
-            "model": args.model,
-            "tokens": args.tokens,
-            "document": args.document,
-            "layers": target.num_layers,
-            "dtype": args.dtype,
-            "matmul_ceiling": ceiling,
-            "flash_linear_attention": kernels,
-            "environment": environment(device),
-            "results": results,
-        },
+        bench="target",
+        model=args.model,
+        tokens=args.tokens,
+        document=args.document,
+        layers=target.num_layers,
+        dtype=args.dtype,
+        matmul_ceiling=ceiling,
+        flash_linear_attention=kernels,
+        environment=environment(device),
+        results=results,
     )
     return 0

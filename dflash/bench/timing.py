@@ -8,7 +8,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
@@ -142,7 +142,7 @@ def environment(device: torch.device) -> dict:
     }
 
 
-def write_json(path: str | None, result: dict) -> None:
+def write_json(path: str | None, **result) -> None:
     """Write a result where the caller asked for it."""
     if path:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -151,4 +151,4 @@ def write_json(path: str | None, result: dict) -> None:
 
 def timing_fields(timing: Timing) -> dict:
     """A `Timing` for JSON."""
-    return {f"seconds_{k}" if k in ("median", "fastest", "slowest") else k: v for k, v in asdict(timing).items()}
+    return {f"seconds_{k}" if k in ("median", "fastest", "slowest") else k: v for k, v in vars(timing).items()}

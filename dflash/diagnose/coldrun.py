@@ -14,22 +14,20 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
-import json
-import math
 import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from dflash.diagnose.isolated import report, run_isolated
 
 DEFAULT_LIMIT = 300.0
 MAX_SPANS = 2000
+REPEATS = 3  # calls of each thread in a process, at the least
 TOLERANCE = 2e-2  # against dense float32, for float32 inputs with TF32 products
 
 
@@ -72,12 +70,9 @@ def run_cold(
     protect: bool,
     devices: list[str],
     threads: int = 3,
-    repeats: int = 3,
     limit: float = DEFAULT_LIMIT,
     noise: bool = False,
     backend: str = "inductor",
-    budget: float = math.inf,
-    on_process: Callable[[int, str, float], None] | None = None,
     jobs: int = 1,
 ) -> ColdReport:
     """Run the launch `processes` times and count the outcomes.
@@ -86,45 +81,21 @@ def run_cold(
         devices: e.g. ["cpu"], ["cuda:0"] or ["cuda:0", "cuda:1"]; thread i runs on devices[i % len].
         limit: seconds for one process.
         noise: one more thread traces with FX in a loop.
-        budget: seconds after which no further process is started.
-        on_process: told (index, outcome, seconds) after each process.
         jobs: processes at a time. Each one compiles on several cores: too many make one another slow.
     """
     result = ColdReport(protect, devices, threads)
-    outcomes: Counter[str] = Counter()
-    arguments = [
-        "--devices",
-        ",".join(devices),
-        "--threads",
-        str(threads),
-        "--repeats",
-        str(repeats),
-        "--backend",
-        backend,
-        *(["--protect"] if protect else []),
-        *(["--noise"] if noise else []),
-    ]
-    begin, lock = time.perf_counter(), threading.Lock()
-
-    def one(index: int) -> None:
-        if time.perf_counter() - begin > budget:
-            return
-        run = run_isolated(__name__, [*arguments, "--stacks", str(0.7 * limit)], limit)
-        outcome, detail = _classify(run)
-        with lock:
-            outcomes[outcome] += 1
+    arguments = ["--devices", ",".join(devices), "--threads", str(threads), "--backend", backend]
+    arguments += [*(["--protect"] * protect), *(["--noise"] * noise), "--stacks", str(0.7 * limit)]
+    with ThreadPoolExecutor(jobs) as pool:
+        for run in pool.map(lambda _: run_isolated(__name__, arguments, limit), range(processes)):
+            outcome, detail = _classify(run)
+            result.outcomes[outcome] = result.outcomes.get(outcome, 0) + 1
             if outcome != "ok":
                 result.details.setdefault(outcome, detail)
             if run.value:
                 result.thread_faults += len(run.value["errors"])
                 result.timelines.append(run.value["timeline"])
             result.seconds.append(round(run.seconds, 2))
-            if on_process:
-                on_process(index, outcome, run.seconds)
-
-    with ThreadPoolExecutor(jobs) as pool:
-        list(pool.map(one, range(processes)))
-    result.outcomes = dict(outcomes)
     return result
 
 
@@ -143,7 +114,7 @@ def _classify(run) -> tuple[str, str]:
 # -- inside one process -----------------------------------------------------------------------------------------------
 
 
-def _launch(devices: list[str], threads: int, repeats: int, protect: bool, noise: bool, backend: str) -> dict:
+def _launch(devices: list[str], threads: int, protect: bool, noise: bool, backend: str) -> dict:
     import torch
     import torch.nn.functional as F
     from torch.nn.attention.flex_attention import flex_attention
@@ -174,7 +145,7 @@ def _launch(devices: list[str], threads: int, repeats: int, protect: bool, noise
         try:
             _use(cases[index]["device"])
             barrier.wait()
-            while step < repeats or (len(first_calls) < threads and not state["errors"]):
+            while step < REPEATS or (len(first_calls) < threads and not state["errors"]):
                 start = time.perf_counter()
                 outputs[index] = attend(attention, cases[index], build)
                 first_calls.add(index)
@@ -314,7 +285,6 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--devices", default="cpu")
     parser.add_argument("--threads", type=int, default=3)
-    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--backend", default="inductor")
     parser.add_argument("--protect", action="store_true")
     parser.add_argument("--noise", action="store_true")
@@ -322,14 +292,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.stacks:
         faulthandler.dump_traceback_later(args.stacks)
-    report(_launch(args.devices.split(","), args.threads, args.repeats, args.protect, args.noise, args.backend))
+    report(_launch(args.devices.split(","), args.threads, args.protect, args.noise, args.backend))
     return 0
-
-
-def to_json(results: list[ColdReport]) -> str:
-    """The reports as JSON, without the timelines."""
-    rows = [{key: value for key, value in asdict(result).items() if key != "timelines"} for result in results]
-    return json.dumps(rows, indent=2)
 
 
 if __name__ == "__main__":

@@ -14,20 +14,7 @@ from dflash.drafter.convolution import LocalConvolution
 
 # The field log's drafter and 512 tokens; on a CPU the same graph, small.
 FULL = StepShape(tokens=512, anchors=64, block=32, document=256)  # blocks as in the field log
-SMALL = StepShape(
-    tokens=512,
-    anchors=16,
-    block=8,
-    captured=3,
-    document=128,
-    hidden=64,
-    layers=2,
-    heads=4,
-    kv_heads=2,
-    head_dim=16,
-    intermediate=128,
-    vocab=512,
-)
+SMALL = StepShape(512, 16, 8, 3, 128, 1.0, 64, 2, 4, 2, 16, 128, 512)
 
 
 class DrafterAlone:
