@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from transformers import LlamaConfig
 
 from dflash import devices
 from dflash.__main__ import main
@@ -55,7 +56,7 @@ def trained(tmp_path_factory):
     config = RunConfig.from_parameters(**SETTINGS, gpus="cpu:3")
     run = start_run(config, tmp_path_factory.mktemp("resolved"), "r")
     with pytest.MonkeyPatch.context() as patch:  # nothing is decided again
-        for name in ("decide", "compute_dtype", "estimate", "load_tokenizer", "create_drafter_config", "default_backend"):
+        for name in ("decide", "compute_dtype", "estimate", "load_tokenizer", "create_drafter_config", "automatic_backend"):
             patch.setattr(resolving, name, lambda *given, name=name, **more: pytest.fail(f"{name} was called again"))
         train_run(run, config)
     return run.path
@@ -188,3 +189,24 @@ def test_a_run_in_ranks_reads_the_same_facts(tmp_path):
     assert train_run(run, config).status == "completed"
     assert [len(r["pack_ids"]) for r in steps_of(run.path)] == [5] * 6
     assert json.loads((latest_checkpoint(run.path) / "complete.json").read_text())["dtypes"][1] == "float32"
+
+
+@pytest.mark.parametrize(
+    ("heads", "block", "was", "wanted"),
+    [
+        (8, 8, None, "triton"),
+        (6, 8, None, "flex"),  # three query heads per key head
+        (8, 6, None, "flex"),
+        (8, 8, "flex", "flex"),  # a run that goes on keeps its own
+        (6, 8, "sdpa_chunked", "flex"),  # it began on a CPU
+    ],
+)
+def test_automatic_attention_on_a_gpu(monkeypatch, heads, block, was, wanted):
+    monkeypatch.setattr("dflash.drafter.kernels.usable", lambda device: device.type == "cuda")
+    shape = create_drafter_config(
+        LlamaConfig(hidden_size=48, num_attention_heads=heads, num_key_value_heads=2, head_dim=64), 1
+    )
+    options, notes = RunConfig.from_parameters(block_size=block).drafter, []
+    assert resolving._attention(options, shape, torch.device("cuda:0"), Before(attention=was), notes) == wanted
+    assert len(notes) == (was != "flex") and all(f"attention is {wanted}: " in note for note in notes)
+    assert resolving._attention(options, shape, torch.device("cpu"), Before(attention="flex"), notes) == "sdpa_chunked"

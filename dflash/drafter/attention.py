@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from dflash.drafter import kernels
+from dflash.drafter.config import DrafterConfig
 from dflash.drafter.masks import AnchorSet, MaskMod, dense_mask, pack_ranges, seen_context, visibility
 from dflash.errors import ConfigError
 
@@ -35,6 +36,19 @@ class DenseAttentionTooLarge(ConfigError):
 def default_backend(device: torch.device | str) -> str:
     """`flex` where it compiles with a backward (CUDA), `sdpa_chunked` elsewhere."""
     return "flex" if torch.device(device).type == "cuda" else "sdpa_chunked"
+
+
+def automatic_backend(device: torch.device, config: DrafterConfig, block_size: int) -> tuple[str, str | None]:
+    """What "auto" comes to for drafters on `device`, and on a GPU why: `triton`, which is faster and compiles nothing, where
+    it takes the sizes, else `default_backend`."""
+    default = default_backend(device)
+    if default != "flex":
+        return default, None
+    try:
+        refuse_backend("triton", device, config.num_attention_heads, config.num_key_value_heads, config.head_dim, block_size)
+    except ConfigError as error:
+        return default, f"attention is {default}: {str(error).partition('; use ')[0]}"
+    return "triton", "attention is triton: its kernels take this drafter's sizes, and nothing has to be compiled first"
 
 
 def dense_attention_bytes(num_heads: int, queries: int, keys: int, element_size: int) -> int:

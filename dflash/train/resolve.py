@@ -22,7 +22,7 @@ import torch
 from dflash.data import random_packs
 from dflash.devices import compute_dtype
 from dflash.drafter import fast_path, fp8_head
-from dflash.drafter.attention import default_backend, refuse_backend
+from dflash.drafter.attention import automatic_backend, refuse_backend
 from dflash.drafter.config import DrafterConfig, create_drafter_config
 from dflash.drafter.export import drafter_layout
 from dflash.errors import ConfigError
@@ -46,6 +46,7 @@ class Before:
     dtype: str | None = None
     packs_per_step: int = 0
     packs_asked: int = 0
+    attention: str | None = None
 
 
 def resolve(
@@ -79,7 +80,10 @@ def settle_run(run_path: str | os.PathLike[str], config: RunConfig, *, nodes: in
         return found
     before = _trained_in(run_path)
     if found is not None:
-        before = replace(before, packs_per_step=found.config.train.packs_per_step, packs_asked=found.packs_asked)
+        was = found.config
+        before = replace(
+            before, packs_per_step=was.train.packs_per_step, packs_asked=found.packs_asked, attention=was.drafter.attention
+        )
     resolved = resolve(config, before, nodes=nodes, ask_gpus=ask_gpus)
     resolved.save(run_path)
     return resolved
@@ -126,9 +130,9 @@ def _settle(config: RunConfig, topology: Topology, before: Before, nodes: int, g
         validate_mask_token_id(mask, tokenizer, shape.vocab_size, ends)
     elif random_packs(config.data.data) is not None:
         mask = choose_mask_token_id(tokenizer, shape.vocab_size, ends)
-    attention = default_backend(topology.drafters[0]) if options.attention == "auto" else options.attention
     warm = options.warm_start if not is_random(target.target) else False  # its layers are noise
     notes: list[str] = []
+    attention = _attention(options, drafter, topology.drafters[0], before, notes)
     first = topology.targets[0]
     target_dtype = _dtype("target_dtype", target.target_dtype, first[0], before.target_dtype, notes)
     dtype = _dtype("dtype", config.train.dtype, topology.drafters[0], before.dtype, notes)
@@ -217,23 +221,35 @@ def _captured_count(config: RunConfig, layers: int) -> int:
     return min(asked, layers)
 
 
-# -- dtypes and packs ----------------------------------------------------------------------------------------------
+# -- dtypes, attention and packs ------------------------------------------------------------------------------------
 
 
 def _trained_in(run_path: str | os.PathLike[str]) -> Before:
-    """The dtypes of the newest checkpoint: as its mark says, else what its weights are stored in."""
+    """The dtypes of the newest checkpoint: as its mark says, else what its weights are stored in; and what "auto" attention
+    on a GPU was before `resolved.yaml` had it."""
     saved = checkpoints(run_path)
     if not saved:
         return Before()
     folder = saved[-1][1]
     dtypes = checkpoint_facts(folder).get("dtypes")
     if dtypes:
-        return Before(*dtypes)
+        return Before(*dtypes, attention="flex")
     from safetensors import safe_open
 
     with safe_open(folder / "drafter.safetensors", "pt") as file:
         kind = file.get_slice("fc.weight").get_dtype()
-    return Before(None, {"BF16": "bfloat16", "F32": "float32"}.get(kind))
+    return Before(None, {"BF16": "bfloat16", "F32": "float32"}.get(kind), attention="flex")
+
+
+def _attention(options: Any, shape: DrafterConfig, device: torch.device, before: Before, notes: list[str]) -> str:
+    """The backend by name. A run that goes on on a GPU keeps its own: another one rounds differently."""
+    if options.attention != "auto":
+        return options.attention
+    if before.attention in ("flex", "triton") and device.type == "cuda":
+        return before.attention
+    backend, why = automatic_backend(device, shape, options.block_size)
+    notes.extend([why] if why else [])
+    return backend
 
 
 def _dtype(name: str, asked: str, device: torch.device, was: str | None, notes: list[str]) -> str:

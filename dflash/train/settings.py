@@ -86,7 +86,7 @@ class DrafterOptions:
     draft_vocab: int | None  # propose only this many most frequent tokens; 0: those in the data; None: all
     warm_start: bool | str = "auto"  # copy the target's last layers: True, False for random weights, "auto" where exact
     start_from: str | None = None  # start from the drafter in this folder (own checkpoint, z-lab or speculators layout)
-    attention: str = "auto"  # "auto", "flex", "triton", "sdpa" or "sdpa_chunked"
+    attention: str = "auto"  # "flex", "triton", "sdpa" or "sdpa_chunked"; "auto": on a GPU triton where it takes the sizes
     max_dense_gib: float = 2.0  # bound of the dense backends
     head_precision: str = "same"  # training logits: "same" as the drafter's dtype, or "fp8" through a quantized head
     sliding_window: int | tuple[int, ...] | None = None  # context tokens a layer sees: one number, or one a layer (0: all)
