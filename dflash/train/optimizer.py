@@ -16,7 +16,7 @@ DECAY_SHARE = 0.2  # of a "wsd" schedule, the last part
 MOMENTUM = 0.95
 NEWTON_SCHULZ = (3.4445, -4.775, 2.0315)  # a quintic that pulls singular values towards 1; five times
 ADAMW_RMS = 0.2  # of an AdamW step; makes one learning rate do for both (Moonlight, arXiv 2502.16982)
-_PIECE = 1 << 27  # elements of matrices taken together
+_PIECE = 1 << 25  # elements of matrices taken together, which bounds what a step needs beside the momenta
 
 
 def learning_rate(step: int, total: int, warmup: int, base: float, min_ratio: float, schedule: str = "cosine") -> float:
