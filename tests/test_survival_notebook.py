@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -114,3 +116,46 @@ def test_ctrl_c_waits_for_the_checkpoint_however_long_it_takes(tmp_path):
     assert 'class="badge interrupted"' in page and f"Interrupted after {step} of 100,000 steps" in page
     assert f"--config {run / 'config.yaml'} --resume" in page and "out-of-memory" not in page
     assert "Traceback" not in output and not Path(f"/proc/{pid_file.read_text()}").exists()
+
+
+SMALL = """held_out 4, max_conversations 12, pack_length 256, max_anchors 64, eval_every 4, checkpoint_every 4, steps 4000,
+max_minutes none, decode_prompts 0"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(int(os.environ.get("DFLASH_INTERRUPTS", 3))))
+def test_ctrl_c_at_any_moment_of_training_leaves_a_checkpoint(tmp_path, seed):
+    """The default target, SIGINT to the whole process group, three busy processes beside."""
+    out, draw = tmp_path / "runs" / "night" / "report.ipynb", random.Random(seed)
+    given = [word for pair in SMALL.split(",") for word in ("-p", *pair.split())]
+    command = [
+        sys.executable,
+        "-m",
+        "dflash",
+        "run",
+        str(ROOT / "notebooks" / "05_train.ipynb"),
+        str(out),
+        "--static",
+        *given,
+    ]
+    options = {"cwd": ROOT, "env": {**os.environ, "PYTHONPATH": str(ROOT)}, "start_new_session": True, "text": True}
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **options)
+    wait_for_steps(out.parent, 1, child)
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(3)]
+    try:
+        time.sleep(draw.uniform(0, 8))  # in a step, an evaluation, or a checkpoint: each of them falls due every four steps
+        os.killpg(child.pid, signal.SIGINT)
+        output, _ = child.communicate(timeout=PATIENCE)
+    finally:
+        for process in busy:
+            process.kill()
+    records = kinds(out.parent)
+    assert child.returncode == INTERRUPTED, output
+    assert [end["status"] for end in records["run_end"]] == ["interrupted"]
+    last = records["step"][-1]["step"]
+    assert latest_checkpoint(out.parent).name == f"step-{last:08d}"
+    assert not list((out.parent / "checkpoints").glob(".*"))
+    page = out.with_suffix(".html").read_text()
+    assert 'class="badge interrupted"' in page and f"Interrupted after {last:,} of" in page
+    assert f"--config {out.parent / 'config.yaml'} --resume" in page and "out-of-memory" not in page
+    assert "Traceback" not in output, output
