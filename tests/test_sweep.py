@@ -13,7 +13,7 @@ from synthetic_run import write_run
 
 from dflash.__main__ import main as command_line
 from dflash.errors import ConfigError, RunError
-from dflash.runs.tensorboard import TensorBoardSink, export_events
+from dflash.runs.sinks import TensorBoardSink, export_events
 from dflash.views.dashboard.compare import choose, comparison_panels, differences, list_runs, not_comparable, overview
 from dflash.views.report.comparison import build_comparison
 from dflash.workbook.sweep import grid, point_name, sweep

@@ -13,6 +13,7 @@ from dflash.devices import one_host_thread
 from dflash.evaluate.acceptance import evaluate_acceptance
 from dflash.runs.control import RunControl
 from dflash.runs.record import DeviceSampler, Run
+from dflash.runs.sinks import open_sinks
 from dflash.target.features import FeatureSource
 from dflash.train.checkpoint import checkpoint_folder
 from dflash.train.loop import Outcome, Trainer
@@ -62,6 +63,8 @@ class Course:
             resume: go on from the run's newest complete checkpoint.
         """
         began = time.perf_counter()
+        if self.place.leads:
+            self.run.metrics.sinks += open_sinks(self.resolved.config.runtime.log_to, self.run)
         with ExitStack() as held:
             engine, state = self._prepare(resume, held)
             first_step = 1 if state is None else state["step"] + 1

@@ -27,6 +27,7 @@ from dflash.drafter.config import DrafterConfig, create_drafter_config
 from dflash.drafter.export import drafter_layout
 from dflash.errors import ConfigError
 from dflash.runs.record import CONFIG_NAME, read_metrics
+from dflash.runs.sinks import refuse_missing
 from dflash.target.choices import choose_mask_token_id, default_layer_ids, validate_layer_ids, validate_mask_token_id
 from dflash.target.loading import declared_end_ids, load_config, load_tokenizer, resolve_source
 from dflash.target.random_weights import is_random
@@ -62,6 +63,7 @@ def resolve(
     Raises: ConfigError, TargetError or MemoryEstimateError.
     """
     _refuse_for_random(config)
+    refuse_missing(config.runtime.log_to)
     count = available_gpus() if gpus is None else gpus
     resolved, shape = _settle(config, decide(config.runtime, count), before or Before(), nodes, count)
     _refuse_kernels(resolved)

@@ -22,6 +22,7 @@ from dflash.drafter.config import CODEBOOKS, DRAFTER_KINDS, SECOND_KIND
 from dflash.drafter.fp8_head import PRECISIONS
 from dflash.drafter.objective import MISSING, refuse_objective
 from dflash.errors import ConfigError, refuse_below, refuse_seed, refuse_unknown
+from dflash.runs.sinks import sink_names
 from dflash.train.optimizer import OPTIMIZERS, SCHEDULES
 from dflash.train.recipes import AUTO, choose_recipe, read_recipe
 from dflash.train.values import coerce
@@ -233,6 +234,7 @@ class RuntimeOptions:
     queue_depth: int = 2  # packs of features in flight between targets and drafters
     protect: bool = True  # warmup, seal and thread-aware tracing around compiled attention
     watchdog_seconds: float = 600.0  # no completed step for this long ends the run with all stacks
+    log_to: str | None = None  # also send the numbers to "tensorboard", "wandb", "mlflow", or several: "wandb,mlflow"
 
     def __post_init__(self) -> None:
         _require(self.launcher in ("threads", "torchrun"), f"launcher must be threads or torchrun, got {self.launcher!r}")
@@ -251,6 +253,7 @@ class RuntimeOptions:
             1 <= self.watchdog_seconds < math.inf,
             f"watchdog_seconds must be at least 1 and finite, got {self.watchdog_seconds}",
         )
+        sink_names(self.log_to)
 
 
 DTYPES = ("auto", "float32", "bfloat16")
