@@ -26,7 +26,7 @@ WIDTHS = "() => { const e = document.querySelector('.js-plotly-plot'); return [e
 class Server:
     """`jupyter lab` in `root` with settings of its own; stopped by `stop`."""
 
-    def __init__(self, root: Path, home: Path, theme: str = "JupyterLab Light") -> None:
+    def __init__(self, root: Path, home: Path) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
@@ -34,7 +34,9 @@ class Server:
         folder.mkdir(parents=True)
         quiet = {"fetchNews": "false", "checkForUpdates": False}
         (folder / "notification.jupyterlab-settings").write_text(json.dumps(quiet))
-        (folder / "themes.jupyterlab-settings").write_text(json.dumps({"theme": theme}))
+        adaptive = {"adaptive-theme": True, "preferred-light-theme": "JupyterLab Light"}  # light or dark as the page asks
+        themes = {"theme": "JupyterLab Light", "preferred-dark-theme": "JupyterLab Dark", **adaptive}
+        (folder / "themes.jupyterlab-settings").write_text(json.dumps(themes))
         environment = {
             **os.environ,
             "JUPYTER_CONFIG_DIR": str(home / "config"),

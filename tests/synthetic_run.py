@@ -39,6 +39,8 @@ def write_run(
 def write_records(run: Run, rng: random.Random, steps: int, devices: int, slots: int) -> None:
     start = time.time()
     run.metrics.write("warmup", t=start, device="cuda:0", seconds=21.5, graphs=2, peak=9 << 30)
+    low = [1.0, 1.5]
+    run.metrics.write("expected", t=start, steps=[0, steps], low=low, high=[1.15, 1.75], measured="a made-up machine")
     for step in range(1, steps + 1):
         write_step(run, rng, step, steps, devices, slots, start + step)
     run.metrics.write("checkpoint", t=start + steps, step=steps, path="checkpoints/last", seconds=0.4)
@@ -67,6 +69,11 @@ def write_step(run: Run, rng: random.Random, step: int, steps: int, devices: int
         reason="no supervised slot" if skipped else None,
     )
     for index in range(devices):
+        if step == 2:
+            held = {"target": 38 << 30, "drafter": 8 << 30, "optimizer": 7 << 30, "features in flight": 1 << 30}
+            parts = {"target": 38 << 30, "drafter": 8 << 30, "optimizer": 7 << 30, "queue": 1 << 30, "activations": 6 << 30}
+            write("memory", t=t, device=f"cuda:{index}", estimate=parts)
+            write("memory", t=t, device=f"cuda:{index}", step=2, parts=held)
         write(
             "device",
             t=t,
@@ -106,5 +113,14 @@ def write_step(run: Run, rng: random.Random, step: int, steps: int, devices: int
             acceptance_by_slot=[(0.1 + 0.5 * done) * 0.7**k for k in range(slots)],
             blocks=512,
             seconds=1.5,
+            sample={
+                "prompt": "<|im_start|>user\nWhy is the sky blue?<|im_end|>\n",
+                "chunks": [
+                    {"text": "Air ", "tokens": 1, "accepted": 0},
+                    {"text": "scatters blue light ", "tokens": 3, "accepted": 2},
+                    {"text": "more.", "tokens": 2, "accepted": 1},
+                ],
+                "acceptance_length": 2.5,
+            },
         )
         write("log", t=t, worker="drafter[1]", level="INFO", message=f"evaluated at step {step}")

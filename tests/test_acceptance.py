@@ -16,6 +16,7 @@ from dflash.evaluate.acceptance import (
     walk_packs,
 )
 from dflash.evaluate.decoding import plain_generate, speculative_generate
+from dflash.evaluate.samples import replayed_answer
 
 PROMPTS = [[3, 17, 5, 42], [8, 11, 29, 33, 2, 50], [7, 7, 9]]
 
@@ -75,6 +76,20 @@ def test_walk_equals_decoding(options):
     calls = sum(len(found.gains) for _, found in walks)
     assert summary["blocks"] == calls == sum(summary["histogram"])
     assert summary["acceptance_length"] == sum(len(text) - 1 for text in texts) / calls
+
+
+def test_a_sample_is_what_the_decoder_writes_for_the_first_prompt():
+    target = tiny_target()
+    pack, texts, source = make_pack(target)
+    drafter = agreeing_drafter(target, 4)
+    sample = replayed_answer(drafter, source, pack, None)
+    decoded = speculative_generate(target, drafter, PROMPTS[0], len(texts[0]), eos_token_ids=[])
+    assert sample["prompt"] == " ".join(map(str, PROMPTS[0]))
+    assert [chunk["text"] for chunk in sample["chunks"]] == [" ".join(map(str, chunk)) for chunk in decoded.chunks]
+    assert [chunk["tokens"] for chunk in sample["chunks"]] == [len(chunk) for chunk in decoded.chunks]
+    assert sample["acceptance_length"] == decoded.acceptance_length
+    pack.loss_mask[:] = False
+    assert replayed_answer(drafter, source, pack, None) is None
 
 
 def test_batched_drafts_are_the_training_forward_and_the_decoders():

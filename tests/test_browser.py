@@ -12,12 +12,14 @@ from pathlib import Path
 
 import nbformat
 import pytest
+from boxes import TEXTS, WATCH_SHIFTS, overlaps
 from lab import CHROMIUM, FLAGS, PLOT, STATIC, WIDTHS, Notebook, Server
 from notebook_factory import write_notebook
 from patience import PATIENCE, wait_until
 from synthetic_run import write_run
 
 from dflash.runs.record import read_metrics
+from dflash.views.dashboard import PANELS
 from dflash.views.report import build_report
 
 ROOT = Path(__file__).parent.parent
@@ -82,7 +84,7 @@ from dflash.runs.control import RunControl
 from dflash.views.dashboard import LiveDashboard
 from dflash.runs.record import Run
 from synthetic_run import write_step
-run, rng = Run.create("runs", {{"steps": steps}}, run_id), random.Random(0)
+run, rng = Run.create("runs", {{"steps": steps, "eval_every": 1, "held_out": 4}}, run_id), random.Random(0)
 def train(control):
     saved = lambda: run.metrics.write("checkpoint", step=step, path="checkpoints/now", seconds=0.1)
     for step in range(1, steps + 1):
@@ -240,11 +242,63 @@ def test_a_report_draws_offline(browser, shots, tmp_path, scheme):
     for y in range(0, page.evaluate("document.documentElement.scrollHeight"), 600):
         page.evaluate(f"window.scrollTo(0, {y})")
         time.sleep(0.2)
-    page.wait_for_function(f"document.querySelectorAll('{PLOT}').length === 8")
+    page.wait_for_function(f"document.querySelectorAll('{PLOT}').length === {len(PANELS)}")
     overflow = page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
     assert overflow <= 0 and not errors
     page.evaluate("window.scrollTo(0, 0)")
     page.screenshot(path=str(shots / f"9-report-{scheme}.png"), full_page=True)
+    context.close()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [420, 1000, 1600])
+def test_no_text_of_a_report_lies_over_other_text(browser, shots, tmp_path, width, scheme):
+    """Eight devices, a failure, examples: all that a report can hold."""
+    made = write_run(tmp_path, "demo", steps=200, devices=8, fault=True, end="failed")
+    report = build_report(made)
+    context = browser.new_context(viewport={"width": width, "height": 1000}, color_scheme=scheme, offline=True)
+    context.set_default_timeout(PATIENCE * 1000)
+    page = context.new_page()
+    page.goto(report.as_uri())
+    for y in range(0, page.evaluate("document.documentElement.scrollHeight"), 600):  # plots are drawn when they come near
+        page.evaluate(f"window.scrollTo(0, {y})")
+        time.sleep(0.2)
+    page.wait_for_function(f"document.querySelectorAll('{PLOT}').length === {len(PANELS)}")
+    page.evaluate("window.scrollTo(0, 0)")
+    time.sleep(0.5)
+    page.screenshot(path=str(shots / f"13-report-{width}-{scheme}.png"), full_page=True)
+    texts = page.evaluate(TEXTS, "main")
+    assert len(texts) > 200 and overlaps(texts) == []
+    assert page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth") <= 0
+    context.close()
+
+
+@pytest.mark.parametrize("width, scheme", [(420, "light"), (1000, "dark"), (1600, "light")])
+def test_nothing_of_the_live_dashboard_moves_or_overlaps(browser, server, folder, shots, width, scheme):
+    """From the first record on, while curves, faults, samples and log lines arrive."""
+    name = f"boxes{width}"
+    write_notebook(
+        folder / f"{name}.ipynb",
+        f"steps: int = 300\nrun_id: str = '{name}'",
+        LOOP,
+        "job = BackgroundRun(run, train).start()\ndashboard = LiveDashboard(run.path).start()",
+        "print('a later cell')",
+    )
+    context = browser.new_context(viewport={"width": width, "height": 2400}, color_scheme=scheme)
+    context.set_default_timeout(PATIENCE * 1000)
+    book = Notebook(context.new_page(), server, f"{name}.ipynb", shots)
+    book.run_all()
+    book.page.wait_for_selector(PLOT)
+    wait_until(lambda: steps(folder / "runs" / name) > 3, "the first steps")
+    time.sleep(2)
+    book.page.evaluate(WATCH_SHIFTS)
+    wait_until(lambda: len(kinds(folder / "runs" / name, "eval")) > 1, "the second evaluation")
+    time.sleep(2)
+    book.shot(f"14-dashboard-{width}-{scheme}")
+    assert book.page.evaluate("window.shifts") == []
+    texts = book.page.evaluate(TEXTS, ".jp-OutputArea-output .jupyter-widgets")
+    assert len(texts) > 100 and overlaps(texts) == []
+    book.press("Stop")
     context.close()
 
 
@@ -254,7 +308,7 @@ def test_a_report_without_scripts_shows_its_images(browser, shots, tmp_path):
     page = context.new_page()
     page.goto(report.as_uri())
     images = page.locator("figure.plot img")
-    assert images.count() == 8 and images.first.bounding_box()["width"] > 300
+    assert images.count() == len(PANELS) and images.first.bounding_box()["width"] > 300
     page.screenshot(path=str(shots / "9-report-no-scripts.png"), full_page=True)
     context.close()
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +28,7 @@ from dflash.errors import ConfigError
 from dflash.runs.record import Run
 from dflash.runs.worker_log import worker_output
 from dflash.target.features import FeatureSource
+from dflash.train.holding import of_drafter, of_target
 from dflash.train.plan import Planner, StepPlan
 from dflash.train.prepare import Prepared
 from dflash.train.step import Engine, Replica, warmup_jobs
@@ -99,6 +100,14 @@ class PipelineEngine(Engine):
 
     def held_out_source(self, packs: list[Pack]) -> FeatureSource:
         return self.held_out
+
+    def named_tensors(self) -> Iterator[tuple[str, Iterable[Tensor]]]:
+        for source in self.sources:
+            yield from of_target(source)
+        for replica in self.replicas:
+            yield from of_drafter(replica.drafter, replica.optimizer)
+        for lane in self.hand_over.lanes:
+            yield "features in flight", [tensor for slot in lane.slots for tensor in slot.features.tensors]
 
     def load_optimizer(self, state: dict, folder: Path | None = None) -> None:
         """Every replica goes on from one state."""

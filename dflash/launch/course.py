@@ -11,6 +11,7 @@ from typing import Protocol
 from dflash.compile_safety import Protection, protected
 from dflash.devices import one_host_thread
 from dflash.evaluate.acceptance import evaluate_acceptance
+from dflash.evaluate.samples import replayed_answer
 from dflash.runs.control import RunControl
 from dflash.runs.record import DeviceSampler, Run
 from dflash.runs.sinks import open_sinks
@@ -18,6 +19,7 @@ from dflash.target.features import FeatureSource
 from dflash.train.checkpoint import checkpoint_folder
 from dflash.train.loop import Outcome, Trainer
 from dflash.train.prepare import Data, prepare_data
+from dflash.train.recipes import expected_band
 from dflash.train.resolved import ResolvedRun
 from dflash.train.resume import same_plan, save_training
 from dflash.train.step import Engine
@@ -121,8 +123,15 @@ class Course:
 
         def evaluate() -> dict:
             with engine.whole() as drafter:
-                return evaluate_acceptance(drafter, held_out, self.data.held_out_packs)
+                packs = self.data.held_out_packs
+                sample = replayed_answer(drafter, held_out, packs[0], self.data.tokenizer)
+                return evaluate_acceptance(drafter, held_out, packs) | {"sample": sample}
 
+        for device, memory in self.resolved.memory.items():
+            self.run.metrics.write("memory", device=str(device), estimate=memory.parts)
+        expected = expected_band(self.run.config, self.resolved.config.train.packs_per_step)
+        if expected is not None:
+            self.run.metrics.write("expected", **expected)
         trainer = Trainer(
             engine,
             config.train,

@@ -118,7 +118,11 @@ class MlflowSink(Sink):
         super().__init__()
         from mlflow.tracking import MlflowClient
 
-        self._client = MlflowClient(os.environ.get("MLFLOW_TRACKING_URI") or (run.path / "mlruns").resolve().as_uri())
+        address = os.environ.get("MLFLOW_TRACKING_URI")
+        if not address:
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # newer versions want a database
+            address = (run.path / "mlruns").resolve().as_uri()
+        self._client = MlflowClient(address)
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "dflash")
         known = self._client.get_experiment_by_name(name)
         experiment = known.experiment_id if known else self._client.create_experiment(name)

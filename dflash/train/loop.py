@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from dflash.devices import Readback
 from dflash.errors import DFlashError, RunError
+from dflash.train.holding import bytes_by_device
 from dflash.train.optimizer import learning_rate
 from dflash.train.plan import StepPlan
 from dflash.train.settings import TrainOptions
@@ -113,6 +114,9 @@ class Trainer:
             self._timed, self._counted = self._timed + time.perf_counter() - began, self._counted + 1
         if self.options.max_minutes is not None and step >= self._fit_at and self._counted:
             self._fit_minutes(self._timed / self._counted)
+        if step == first_step + 1:  # the moments are there, and nothing of a pass
+            for device, parts in bytes_by_device(self.engine.named_tensors()).items():
+                self.run.metrics.write("memory", device=device, step=step, parts=parts)
         if _due(step, self.options.eval_every) or step == self.total:
             self.evaluate(step)
         if _due(step, self.options.checkpoint_every) and step != self.total:

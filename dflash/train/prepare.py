@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,7 +50,7 @@ _DRAWN_ON_CPU = 500_000_000  # weights; about five seconds
 @dataclass
 class Data:
     """Training and held-out text of a run, before any model is loaded. `mask_token_id`: one that the text does not hold,
-    where none was asked for."""
+    where none was asked for. `tokenizer`: the target's, None for random ids."""
 
     conversations: list[Conversation]
     held_out: list[Conversation]
@@ -57,6 +58,7 @@ class Data:
     held_out_packs: list[Pack]
     report: DataReport
     mask_token_id: int
+    tokenizer: Any = None
 
 
 @dataclass
@@ -118,7 +120,7 @@ def prepare_data(resolved: ResolvedRun) -> Data:
     pad = getattr(tokenizer, "pad_token_id", None) or 0
     packs = make_packs(train, options.pack_length, seed=seed, pad_token_id=pad)
     held_out_packs = make_packs(held_out, options.pack_length, pad_token_id=pad) if held_out else []
-    return Data(train, held_out, packs, held_out_packs, report, mask)
+    return Data(train, held_out, packs, held_out_packs, report, mask, tokenizer)
 
 
 def _part(conversations: list[Conversation], held_out: int) -> tuple[list[Conversation], list[Conversation]]:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +17,7 @@ from dflash.compile_safety import WarmupJob
 from dflash.devices import to_device
 from dflash.drafter.attention import default_backend
 from dflash.drafter.model import DFlashDrafter
+from dflash.train.holding import of_drafter, of_target
 from dflash.train.optimizer import MasterAdamW
 from dflash.train.plan import StepPlan, WorkItem
 from dflash.train.settings import TrainOptions
@@ -180,6 +181,10 @@ class Engine:
     def write_shards(self, folder: Path) -> None:
         """Write what of the weights and moments is not in the optimizer's state into a new folder. Raises RunError."""
 
+    def named_tensors(self) -> Iterator[tuple[str, Iterable[Tensor]]]:
+        """What this process holds between two steps, by name (`holding`)."""
+        yield from of_drafter(self.replica.drafter, self.replica.optimizer)
+
     def on_hang(self, reason: str) -> None:
         """For a watchdog: end the step that is waited for."""
 
@@ -220,6 +225,10 @@ class SerialEngine(Engine):
 
     def held_out_source(self, packs: list[Pack]) -> FeatureSource:
         return self.source
+
+    def named_tensors(self) -> Iterator[tuple[str, Iterable[Tensor]]]:
+        yield from of_target(self.source)
+        yield from super().named_tensors()
 
     def step(self, plan: StepPlan, lr: float) -> Tensor:
         sums = [self.replica.accumulate(item, self.source.get(item.pack), plan.denominator) for item in plan.items]

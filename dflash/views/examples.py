@@ -15,12 +15,14 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from markupsafe import Markup
 
 from dflash.errors import DataError
+from dflash.views import style
 from dflash.views.templates import render
 
 EVALUATION_NAME = "evaluation.json"
@@ -66,6 +68,19 @@ def examples_html(content: dict[str, Any], most: int = 6) -> Markup:
     )
 
 
+def samples_html(samples: Sequence[tuple[int, dict[str, Any]]], most: int = 4) -> Markup | None:
+    """One held-out answer as evaluations saw it, by (step, entry): the first, the newest, and some between."""
+    if not samples:
+        return None
+    shown = sorted({round(i * (len(samples) - 1) / max(1, most - 1)) for i in range(most)}) if most > 1 else [-1]
+    prompt = style.clip(readable(samples[0][1]["prompt"]), 300)
+    content = {
+        "about": f"A held-out prompt, its answer replayed with the drafter of that step: {prompt}",
+        "prompts": [{**samples[i][1], "prompt": f"step {samples[i][0]}"} for i in shown],
+    }
+    return examples_html(content)
+
+
 def readable(prompt: str) -> str:
     """A rendered chat prompt without its template marks: what was asked, the system part left out."""
     turns = re.split(r"<\|im_start\|>(\w+)\n", prompt)
@@ -76,7 +91,7 @@ def readable(prompt: str) -> str:
 
 
 def _overall(content: dict[str, Any]) -> str:
-    facts = []
+    facts = [content["about"]] if content.get("about") else []
     if content.get("acceptance_length") is not None:
         spread = content.get("acceptance_interval")
         between = f" (95% interval {spread[0]:.2f} to {spread[1]:.2f} over prompts)" if spread else ""

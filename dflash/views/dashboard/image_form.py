@@ -67,6 +67,9 @@ def _draw(page: Any, ax: Any, panel: Panel) -> None:
     ax.grid(True, color=RULE, linewidth=0.7)
     ax.set_axisbelow(True)
     for line in panel.lines:
+        if line.area:
+            ax.fill(line.x, line.y, color=line.colour, alpha=line.opacity, linewidth=0, label=line.name)
+            continue
         ax.plot(
             line.x,
             line.y,
@@ -123,5 +126,5 @@ def _draw_spans(ax: Any, spans: Sequence[Spans], lanes: list[str]) -> None:
     for group in spans:
         y = [place[lane] for lane in group.lanes]
         ax.barh(y, group.lengths, left=group.starts, height=0.7, color=group.colour, linewidth=0, label=group.name)
-    ax.set_yticks(range(len(lanes)), lanes)
+    ax.set_yticks(range(len(lanes)), lanes, fontsize=8.5 if len(lanes) <= 10 else 6.5)
     ax.grid(False, axis="y")

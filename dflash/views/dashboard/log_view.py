@@ -7,6 +7,7 @@ from typing import Any
 
 from dflash.views import style
 from dflash.views.dashboard.series import RunSeries
+from dflash.views.examples import samples_html
 from dflash.views.templates import render
 
 TAIL = 14
@@ -37,10 +38,13 @@ def log_lines(series: RunSeries, tail: int = TAIL) -> list[str]:
     return [f"{_clock(r)} {r.get('worker', 'main')}  {r.get('message', '')}" for r in _tail(series, tail)]
 
 
-def log_html(series: RunSeries) -> str:
-    """The newest faults with their tracebacks folded away, and the log's tail."""
+def log_html(series: RunSeries, steady: bool = False) -> str:
+    """The newest held-out answer, the newest faults with their tracebacks folded away, and the log's tail.
+
+    `steady` keeps its height while a run goes on, so that nothing below it moves.
+    """
     with series.lock:
-        faults = list(series.faults)[-3:]
+        faults, samples = list(series.faults)[-3:], series.samples[-1:]
         workers = sorted({str(record.get("worker", "main")) for record in series.log})
     lines = [
         {
@@ -52,7 +56,9 @@ def log_html(series: RunSeries) -> str:
         }
         for record in _tail(series, TAIL)
     ]
-    return str(render("log.html", faults=faults, lines=lines))
+    evaluates = bool(series.setting("eval_every") and series.setting("held_out"))
+    sample = samples_html(samples, most=1)
+    return str(render("log.html", faults=faults, lines=lines, sample=sample, steady=steady, evaluates=evaluates))
 
 
 def log_bundle(series: RunSeries) -> dict[str, Any]:

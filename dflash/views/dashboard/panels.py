@@ -7,7 +7,7 @@ never mistaken for a broken one.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -33,6 +33,7 @@ class Line:
     opacity: float = 1.0
     markers: bool = False
     hover: str = ".4g"
+    area: bool = False  # the outline of an area, which is filled
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,10 @@ def loss_panel(run: RunSeries) -> Panel:
 
 def acceptance_panel(run: RunSeries) -> Panel:
     lines = []
+    if run.expected and len(run.eval_acceptance):
+        steps, low, high = (np.array(run.expected[name], dtype=float) for name in ("steps", "low", "high"))
+        outline = np.concatenate([steps, steps[::-1]]), np.concatenate([high, low[::-1]])
+        lines.append(Line("expected of this recipe", *outline, style.GREEN, width=0, opacity=0.2, area=True))
     if len(run.train_acceptance):
         lines.append(Line("training (smoothed)", *run.train_acceptance.mean(), style.SKY, hover=".3f", width=1.4))
     if len(run.eval_acceptance):
@@ -135,18 +140,54 @@ def rate_panel(run: RunSeries) -> Panel:
         x, y = run.step_rate.mean()
         lines = [Line("training", x / scale, y, style.BLUE)]
     title = "Throughput by stage" if len(lines) > 1 else "Throughput"
-    return Panel("rate", title, since, "tokens/s", lines, y_range=(0.0, None), note="waits for the first timing")
+    means = [float(np.mean(line.y)) for line in lines]
+    log = len(means) > 1 and min(means) > 0 and max(means) > 20 * min(means)  # or the slower ones would lie on the axis
+    low = None if log else 0.0
+    return Panel("rate", title, since, "tokens/s", lines, y_range=(low, None), log=log, note="waits for the first timing")
 
 
 def queue_panel(run: RunSeries) -> Panel:
     title, note = "Queue between target and drafter", "no queue in this run so far\n(cached features, or a single stage)"
     lines = _over_time(run.queue, run)
+    lines = [
+        replace(line, width=1.6 + 1.5 * (len(lines) - 1 - i)) for i, line in enumerate(lines)
+    ]  # equal ones stay visible
     return Panel("queue", title, _time_scale(run)[1], "packs waiting", lines, y_range=(0.0, None), note=note)
 
 
 def memory_panel(run: RunSeries) -> Panel:
     lines, note = _over_time(run.memory, run, style.GIB), "waits for the first device sample"
     return Panel("memory", "Memory in use by device", _time_scale(run)[1], "GiB", lines, y_range=(0.0, None), note=note)
+
+
+REST = "activations, gradients"
+
+
+def holdings_panel(run: RunSeries) -> Panel:
+    """What was in memory when most was, by name, under what had been estimated."""
+    lanes: dict[str, dict[str, float]] = {}
+    for device in sorted(run.held, reverse=True):
+        parts, peak = dict(run.held[device]), run.memory_peak.get(device)
+        rest = REST if device != "cpu" else f"{REST}, Python"
+        if peak and peak > sum(parts.values()):
+            parts[rest] = peak - sum(parts.values())
+        lanes[f"{device} at step {run.peak_step.get(device, 0)}" if peak else device] = parts
+        if device in run.estimated:
+            names = {"activations": rest, "capture": rest, "queue": "features in flight"}
+            estimated: dict[str, float] = {}
+            for name, count in run.estimated[device].items():
+                name = names.get(name, name)
+                estimated[name] = estimated.get(name, 0.0) + count
+            lanes[f"{device} estimated"] = estimated
+    names = dict.fromkeys(name for parts in lanes.values() for name, count in parts.items() if count >= 2**20)
+    spans, ends = [], dict.fromkeys(lanes, 0.0)
+    for index, name in enumerate(names):
+        lengths = [parts.get(name, 0.0) / style.GIB for parts in lanes.values()]
+        colour = style.SPAN_COLOURS["wait"] if name.startswith(REST) else style.series_style(index)[0]
+        spans.append(Spans(name, list(lanes), np.array(list(ends.values())), np.array(lengths), colour))
+        ends = {lane: end + length for (lane, end), length in zip(ends.items(), lengths, strict=True)}
+    title, note = "What is in memory at its peak", "waits for the second training step"
+    return Panel("holdings", title, "GiB", "", spans=spans, lanes=list(lanes), note=note)
 
 
 def utilization_panel(run: RunSeries) -> Panel:
@@ -206,6 +247,7 @@ PANELS: dict[str, Callable[[RunSeries], Panel]] = {
     "optimizer": optimizer_panel,
     "rate": rate_panel,
     "memory": memory_panel,
+    "holdings": holdings_panel,
     "utilization": utilization_panel,
     "queue": queue_panel,
     "phases": phases_panel,

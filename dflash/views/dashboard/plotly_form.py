@@ -102,7 +102,8 @@ def _add_axes(layout: dict, panel: Panel, suffix: str, box: dict, alone: bool) -
     if panel.log:
         y_axis.update(type="log", exponentformat="power", dtick=1)
     if panel.lanes:
-        y_axis.update(type="category", categoryorder="array", categoryarray=panel.lanes)
+        size = 12 if len(panel.lanes) <= 10 else 9
+        y_axis.update(type="category", categoryorder="array", categoryarray=panel.lanes, tickfont={"size": size})
     if panel.heat is not None:
         y_axis["dtick"] = max(1, len(panel.heat.y) // 8)
     for axis in (x_axis, y_axis):  # in full each time: a live figure keeps what a new layout leaves out
@@ -133,6 +134,10 @@ def _add_words(layout: dict, panel: Panel, suffix: str, box: dict, total: int, t
 
 
 def _line(line: Line) -> dict[str, Any]:
+    if line.area:
+        fill = {"mode": "lines", "fill": "toself", "fillcolor": line.colour, "line": {"width": 0, "color": line.colour}}
+        place = {"x": _short(line.x), "y": _short(line.y), "opacity": line.opacity, "hoverinfo": "skip"}
+        return {"type": "scatter", "name": line.name, **place, **fill}
     return {
         "type": "scatter",
         "name": line.name,

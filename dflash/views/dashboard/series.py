@@ -20,6 +20,7 @@ MAX_BUCKETS = 700  # drawn as an envelope (two points a bucket) this stays below
 MAX_ROWS = 160  # columns of the heat map
 MAX_SPANS = 1500
 MAX_LOG_LINES = 400
+MAX_SAMPLES = 8
 RECENT = 30  # steps that the time left is estimated from
 SMOOTHING = 0.1  # weight of the newest value in the smoothed loss, bias-corrected at the start
 
@@ -178,6 +179,11 @@ class RunSeries:
         self.memory: dict[str, Series] = {}
         self.utilization: dict[str, Series] = {}
         self.memory_peak: dict[str, float] = {}
+        self.peak_step: dict[str, int] = {}  # device -> the step that was under way when its memory was highest
+        self.held: dict[str, dict[str, float]] = {}  # device -> what lies there between two steps -> bytes
+        self.estimated: dict[str, dict[str, float]] = {}  # the same as it was estimated, with what a step needs
+        self.expected: dict[str, Any] = {}  # the recipe's measured curve as a band
+        self.samples: list[tuple[int, dict[str, Any]]] = []  # (step, a held-out answer), at most MAX_SAMPLES
         self.memory_total: dict[str, float] = {}
         self.spans: deque[dict[str, Any]] = deque(maxlen=MAX_SPANS)
         self.log: deque[dict[str, Any]] = deque(maxlen=MAX_LOG_LINES)
@@ -311,6 +317,10 @@ class RunSeries:
             self.best_eval = record
         self.eval_acceptance.add(step, acceptance)
         self.eval_loss.add(step, record.get("loss"))
+        if record.get("sample"):
+            self.samples.append((step, record["sample"]))
+            if len(self.samples) > MAX_SAMPLES:  # the first and the newest stay
+                del self.samples[1:-1:2]
         if isinstance(record.get("acceptance_by_slot"), list):
             self.eval_slots.add(step, record["acceptance_by_slot"])
 
@@ -318,9 +328,19 @@ class RunSeries:
         name = str(record.get("device"))
         self.memory.setdefault(name, Series()).add(at, record.get("used") or record.get("allocated"))
         self.utilization.setdefault(name, Series()).add(at, record.get("utilization"))
-        for key, target in (("peak", self.memory_peak), ("total", self.memory_total)):
-            if record.get(key):
-                target[name] = max(target.get(name, 0.0), record[key])
+        if (record.get("peak") or 0.0) > self.memory_peak.get(name, 0.0):
+            self.memory_peak[name] = record["peak"]
+            self.peak_step[name] = (self.last_step.get("step") or 0) + 1
+        if record.get("total"):
+            self.memory_total[name] = max(self.memory_total.get(name, 0.0), record["total"])
+
+    def _on_memory(self, record: dict[str, Any], at: float) -> None:
+        for kind, known in (("parts", self.held), ("estimate", self.estimated)):
+            if record.get(kind):
+                known[str(record.get("device"))] = record[kind]
+
+    def _on_expected(self, record: dict[str, Any], at: float) -> None:
+        self.expected = record
 
     def _on_stage(self, record: dict[str, Any], at: float) -> None:
         name = str(record.get("name"))

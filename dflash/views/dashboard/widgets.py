@@ -88,7 +88,7 @@ class WidgetView:
             self._new_arrays(panels)
         self._drawn = panels
         self._set(self._status, status_html(series, self._waiting_for(series)))
-        self._set(self._log, log_html(series))
+        self._set(self._log, log_html(series, steady=True))
         paused = series.control == "paused"
         over = series.run_end is not None
         for action, button in self._buttons.items():

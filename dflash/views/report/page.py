@@ -20,7 +20,7 @@ from dflash.views import style
 from dflash.views.dashboard.log_view import log_lines
 from dflash.views.dashboard.panels import Panel, build_panels
 from dflash.views.dashboard.series import MAX_LOG_LINES, RunSeries
-from dflash.views.examples import examples_html, read_evaluation
+from dflash.views.examples import examples_html, read_evaluation, samples_html
 from dflash.views.report.notebook_part import Verdict, embedded, picture
 from dflash.views.report.story import bottleneck, came_to, findings, flatten, hardware, headline, status_of, what_ran
 from dflash.views.templates import render
@@ -59,7 +59,7 @@ def page(material: Material) -> str:
     """The whole document."""
     series, status = material.series, material.status
     found: dict[str, Any] = dict.fromkeys(("story", "cards", "odd", "ended", "plots", "events", "log", "serve", "settings"))
-    found.update(examples=None, log_title="", commands=material.commands, notebook=material.notebook_html)
+    found.update(examples=None, samples=None, log_title="", commands=material.commands, notebook=material.notebook_html)
     if status in ("failed", "died", "interrupted"):
         found["ended"] = _ended(material)
     if material.has_run:
@@ -78,6 +78,7 @@ def page(material: Material) -> str:
         found["log"] = log_lines(series, tail=MAX_LOG_LINES)
         cut = len(found["log"]) == MAX_LOG_LINES
         found["log_title"] = f"The log's last {MAX_LOG_LINES} lines" if cut else "The log"
+        found["samples"] = samples_html(series.samples)
         evaluation = read_evaluation(series.path)
         if evaluation and evaluation["prompts"]:
             found["examples"] = examples_html(evaluation)
@@ -124,7 +125,8 @@ def _cards(series: RunSeries) -> list[tuple[str, str]]:
     cards.append((style.duration(series.seconds), "from the first record to the last"))
     if series.memory_peak:
         name, peak = max(series.memory_peak.items(), key=lambda item: item[1])
-        cards.append((style.gib(peak), f"highest memory, on {name}"))
+        when = f" at step {series.peak_step[name]}" if name in series.peak_step else ""
+        cards.append((style.gib(peak), f"highest memory, on {name}{when}"))
     return cards
 
 

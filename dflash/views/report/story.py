@@ -228,6 +228,7 @@ def _curves(series: RunSeries) -> list[Finding]:
                 f"{best - last:.2f} lower: overfitting, or noise of a small held-out set.",
             )
         )
+    found += _against_expected(series)
     change = _drift(series.smooth_loss)
     if change is not None and change > 0.02:
         found.append(Finding("odd", f"The loss rose by {change:.0%} between the run's second and last quarter."))
@@ -235,6 +236,24 @@ def _curves(series: RunSeries) -> list[Finding]:
     if change is not None and change < -0.15:
         found.append(Finding("odd", f"Throughput fell by {-change:.0%} between the second and last quarter."))
     return found
+
+
+def _against_expected(series: RunSeries) -> list[Finding]:
+    """Where the held-out curve first left the band that its recipe expects."""
+    band = series.expected
+    if not band:
+        return []
+    for step, length in zip(*series.eval_acceptance.mean(), strict=True):
+        low, high = (float(np.interp(step, band["steps"], band[side])) for side in ("low", "high"))
+        if step <= band["steps"][-1] and not low <= length <= high:
+            return [
+                Finding(
+                    "odd" if length < low else "note",
+                    f"Held-out acceptance left the band of the recipe at step {step:.0f}: {length:.2f}, where {low:.2f} to "
+                    f"{high:.2f} is expected (measured on {band['measured']}).",
+                )
+            ]
+    return []
 
 
 def _devices(series: RunSeries) -> list[Finding]:
