@@ -7,6 +7,8 @@ sentence is written only where the record supports it.
 from __future__ import annotations
 
 import time
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,13 +105,18 @@ def came_to(facts: dict[str, Any]) -> str:
     target = settings["target"]
     layers = ", ".join(map(str, target["target_layers"]))
     parts = [
-        f"Drafters on {', '.join(devices['drafters'])}",
-        f"targets on {', '.join('+'.join(group) for group in devices['targets'])}",
+        f"Drafters on {_places(devices['drafters'])}",
+        f"targets on {_places('+'.join(group) for group in devices['targets'])}",
         f"{packs} {'pack' if packs == 1 else 'packs'} a step",
         f"drafter in {train['dtype']} with {settings['drafter']['attention']} attention",
         f"target in {target['target_dtype']}, layers {layers} captured",
     ]
     return "; ".join(parts) + "." + "".join(f" Note: {note}." for note in facts["notes"])
+
+
+def _places(names: Iterable[str]) -> str:
+    """`cpu, cpu, cpu` -> `cpu (3)`."""
+    return ", ".join(name if count == 1 else f"{name} ({count})" for name, count in Counter(names).items())
 
 
 def hardware(environment: dict[str, Any], series: RunSeries) -> str:
