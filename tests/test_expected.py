@@ -59,6 +59,12 @@ def test_every_recipe_file_can_be_read_whole():
         assert band is None
 
 
+def test_the_cpu_recipe_s_own_band_rises():
+    band = recipes.expected_band(RunConfig.from_parameters("cpu").to_dict(), 1)
+    assert band["steps"][0] == 0 and band["low"][0] == 1.0 and band["low"][-1] > 1.5
+    assert all(0.05 < high - low < 0.25 for low, high in zip(band["low"], band["high"], strict=True))
+
+
 def band_run(tmp_path, lengths: dict[int, float]) -> RunSeries:
     run = Run.create(tmp_path, {}, "night")
     run.metrics.write("expected", steps=[0, 100], low=[1.0, 1.2], high=[1.1, 1.4], measured="two cores")

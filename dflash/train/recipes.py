@@ -75,8 +75,8 @@ def expected_band(config: Mapping[str, Any], packs_per_step: int) -> dict[str, A
         return None
     curves = [curve["acceptance"] for curve in expected["curves"]]
     steps = sorted({step for curve in curves for step in curve})
-    # a curve says nothing past its last step
-    at = [np.interp(steps, list(curve), list(curve.values()), right=np.nan) for curve in curves]
+    # a curve says nothing outside its own steps
+    at = [np.interp(steps, list(curve), list(curve.values()), left=np.nan, right=np.nan) for curve in curves]
     low, high = np.nanmin(at, 0) - expected["margin"], np.nanmax(at, 0) + expected["margin"]
     measured = "; ".join(curve["measured"] for curve in expected["curves"])
     return {"steps": steps, "low": np.maximum(1.0, low).tolist(), "high": high.tolist(), "measured": measured}
