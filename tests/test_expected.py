@@ -10,6 +10,7 @@ from synthetic_run import write_run
 
 from dflash.runs.record import Run
 from dflash.train import recipes
+from dflash.train.expected import expected_band
 from dflash.train.holding import bytes_by_device
 from dflash.train.settings import RunConfig
 from dflash.views.dashboard.panels import build_panels
@@ -35,7 +36,7 @@ def with_curve(tmp_path, monkeypatch):
 
 def test_the_band_spans_the_curves_with_a_margin(with_curve):
     config = RunConfig.from_parameters("cpu", max_minutes=2, eval_every=50)  # neither changes what a step learns
-    band = recipes.expected_band(config.to_dict(), 1)
+    band = expected_band(config.to_dict(), 1)
     assert band["steps"] == [0, 100, 200] and band["measured"] == "machine A; machine B"
     assert band["low"] == pytest.approx([1.0, 1.15, 1.35])  # no length is below 1
     assert band["high"] == pytest.approx([1.05, 1.35, 1.45])  # B says nothing of step 200
@@ -43,24 +44,24 @@ def test_the_band_spans_the_curves_with_a_margin(with_curve):
 
 @pytest.mark.parametrize("changed", [{"lr": 0.001}, {"data": "chats.jsonl"}, {"target": "random:tiny"}, {"steps": 100}])
 def test_another_run_has_no_band(with_curve, changed):
-    assert recipes.expected_band(RunConfig.from_parameters("cpu", **changed).to_dict(), 1) is None
+    assert expected_band(RunConfig.from_parameters("cpu", **changed).to_dict(), 1) is None
 
 
 def test_more_packs_a_step_have_no_band_nor_has_a_recipe_without_a_curve(with_curve):
     config = RunConfig.from_parameters("cpu").to_dict()
-    assert recipes.expected_band(config, 1) is not None and recipes.expected_band(config, 3) is None
-    assert recipes.expected_band({**config, "recipe": None}, 1) is None
+    assert expected_band(config, 1) is not None and expected_band(config, 3) is None
+    assert expected_band({**config, "recipe": None}, 1) is None
 
 
 def test_every_recipe_file_can_be_read_whole():
     for name in recipes.recipe_names():
         assert recipes.EXPECTED not in recipes.read_recipe(name)
-        band = recipes.expected_band(RunConfig.from_parameters(name, data="x.jsonl").to_dict(), 1)
+        band = expected_band(RunConfig.from_parameters(name, data="x.jsonl").to_dict(), 1)
         assert band is None
 
 
 def test_the_cpu_recipe_s_own_band_rises():
-    band = recipes.expected_band(RunConfig.from_parameters("cpu").to_dict(), 1)
+    band = expected_band(RunConfig.from_parameters("cpu").to_dict(), 1)
     assert band["steps"][0] == 0 and band["low"][0] == 1.0 and band["low"][-1] > 1.5
     assert all(0.05 < high - low < 0.25 for low, high in zip(band["low"], band["high"], strict=True))
 

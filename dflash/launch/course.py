@@ -17,9 +17,9 @@ from dflash.runs.record import DeviceSampler, Run
 from dflash.runs.sinks import open_sinks
 from dflash.target.features import FeatureSource
 from dflash.train.checkpoint import checkpoint_folder
+from dflash.train.expected import expected_band
 from dflash.train.loop import Outcome, Trainer
 from dflash.train.prepare import Data, prepare_data
-from dflash.train.recipes import expected_band
 from dflash.train.resolved import ResolvedRun
 from dflash.train.resume import same_plan, save_training
 from dflash.train.step import Engine
