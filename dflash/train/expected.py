@@ -17,7 +17,7 @@ _FREE |= {"dtype", "target_dtype", "attention", "target_attention", "fast_captur
 
 
 def expected_band(config: Mapping[str, Any], packs_per_step: int) -> dict[str, Any] | None:
-    """Where the held-out acceptance length of a run of this config (`RunConfig.to_dict`) is expected: `steps`, `low`, `high`,
+    """Where the held-out acceptance length of a run of this config (`RunConfig.to_dict`) is expected: `steps`, `low`, `high`
     and `measured`, on what. None where its recipe has no measured curve, or where the run is not the recipe's.
 
     A recipe file has, written by `tools/expected_curve.py`:
