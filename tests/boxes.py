@@ -4,14 +4,7 @@ from __future__ import annotations
 
 # Every piece of visible text as [left, top, right, bottom, text], cut by what scrolls or hides what sticks out.
 TEXTS = """(root) => {
-  const found = [], walker = document.createTreeWalker(document.querySelector(root), NodeFilter.SHOW_TEXT);
-  const seen = (element) => {
-    for (let e = element; e && e instanceof Element; e = e.parentElement) {
-      const style = getComputedStyle(e);
-      if (style.visibility === 'hidden' || style.display === 'none' || +style.opacity === 0) return false;
-    }
-    return true;
-  };
+  const found = [], drawn = new Set(), walker = document.createTreeWalker(document.querySelector(root), NodeFilter.SHOW_TEXT);
   const clipped = (rect, element) => {
     let [l, t, r, b] = [rect.left, rect.top, rect.right, rect.bottom];
     for (let e = element; e; e = e.parentElement) {
@@ -23,11 +16,13 @@ TEXTS = """(root) => {
     return [l, t, r, b];
   };
   for (let node = walker.nextNode(); node; node = walker.nextNode()) {
-    const text = node.textContent.trim(), parent = node.parentElement;
-    if (!text || ['SCRIPT', 'STYLE', 'NOSCRIPT'].includes(parent.tagName) || !seen(parent)) continue;
+    const text = node.textContent.trim(), parent = node.parentElement.closest('text') || node.parentElement;
+    if (!text || ['SCRIPT', 'STYLE', 'NOSCRIPT'].includes(parent.tagName) || drawn.has(parent)) continue;
+    if (!parent.checkVisibility({opacityProperty: true, visibilityProperty: true})) continue;  // a closed <details>, too
+    if (parent.tagName === 'text') drawn.add(parent);  // its parts overlap as they should: a power of ten
     const range = document.createRange();
     range.selectNodeContents(node);
-    const whole = parent.ownerSVGElement ? [parent.getBoundingClientRect()] : [...range.getClientRects()];
+    const whole = drawn.has(parent) ? [parent.getBoundingClientRect()] : [...range.getClientRects()];
     for (const rect of whole) {
       const [l, t, r, b] = clipped(rect, parent);
       if (r - l > 1 && b - t > 1) found.push([l, t + scrollY, r, b + scrollY, text.slice(0, 40)]);
