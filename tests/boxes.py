@@ -4,7 +4,8 @@ from __future__ import annotations
 
 # Every piece of visible text as [left, top, right, bottom, text], cut by what scrolls or hides what sticks out.
 TEXTS = """(root) => {
-  const found = [], drawn = new Set(), walker = document.createTreeWalker(document.querySelector(root), NodeFilter.SHOW_TEXT);
+  const found = [], drawn = new Set();
+  const walker = document.createTreeWalker(document.querySelector(root), NodeFilter.SHOW_TEXT);
   const clipped = (rect, element) => {
     let [l, t, r, b] = [rect.left, rect.top, rect.right, rect.bottom];
     for (let e = element; e; e = e.parentElement) {
