@@ -11,7 +11,7 @@ All of them read the same rule (`masks.visibility`); `triton` has it in the form
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 
@@ -144,7 +144,8 @@ class AttentionMask:
         return pieces
 
 
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v over [context | slots] -> what the heads give
+# q, k, v of the draft slots, and the context's keys and values -> what the heads give
+Attend = Callable[[Tensor, Tensor, Tensor, tuple[Tensor, Tensor]], Tensor]
 
 
 class PackMask:
@@ -159,7 +160,11 @@ class PackMask:
         self._view = cache(lambda window: AttentionMask(anchors, doc_ids, block_size, window))
 
     def attend(self, sliding_window: int | None) -> Attend:
-        return lambda q, k, v: attention(q, k, v, self._view(sliding_window), self.backend, self.max_dense_bytes)
+        return lambda q, k, v, context: self.over(q, *_joined(context, k, v), sliding_window)
+
+    def over(self, q: Tensor, k: Tensor, v: Tensor, sliding_window: int | None) -> Tensor:
+        """`attention` over keys and values of [context | slots]."""
+        return attention(q, k, v, self._view(sliding_window), self.backend, self.max_dense_bytes)
 
 
 class DocumentMask:
@@ -178,38 +183,30 @@ class DocumentMask:
         return self._one(int(lo), int(hi)) if lo.numel() == 1 else self._several(lo, hi)
 
     def _one(self, lo: int, hi: int) -> Attend:
-        """A single block: everything that it may see, and nothing else, is in the keys."""
+        """A single block: what it may see, and nothing else, is in the keys."""
 
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            context = k.shape[2] - self.block_size
-
-            def visible(x: Tensor) -> Tensor:
-                return x[:, :, lo:] if hi == context else torch.cat([x[:, :, lo:hi], x[:, :, context:]], 2)
-
-            return scaled_dot_product_attention(q, visible(k), visible(v), enable_gqa=q.shape[1] != k.shape[1])
+        def attend(q: Tensor, k: Tensor, v: Tensor, context: tuple[Tensor, Tensor]) -> Tensor:
+            keys, values = _joined([x[:, :, lo:hi] for x in context], k, v)
+            return scaled_dot_product_attention(q, keys, values, enable_gqa=q.shape[1] != k.shape[1])
 
         return attend
 
     def _several(self, lo: Tensor, hi: Tensor) -> Attend:
-        """One batch entry for each block, with its own copy of the context's keys."""
-        count, size, length = lo.shape[0], self.block_size, int(hi.max())
+        """A batch entry for each block, with its own copy of the context's keys."""
+        count, length = lo.shape[0], int(hi.max())
         position = torch.arange(length, device=lo.device)
         seen = (position >= lo[:, None]) & (position < hi[:, None])
-        mask = torch.cat([seen, seen.new_ones(count, size)], 1)[:, None, None]  # [C, 1, 1, n + S]
+        mask = torch.cat([seen, seen.new_ones(count, self.block_size)], 1)[:, None, None]  # [C, 1, 1, n + S]
 
-        def blocks(x: Tensor) -> Tensor:  # [1, heads, C*S, D] -> [C, heads, S, D]
-            return x[0].unflatten(1, (count, size)).transpose(0, 1)
-
-        def keys(x: Tensor) -> Tensor:  # [1, Nkv, context + C*S, D] -> [C, Nkv, n + S, D]
-            context = x.shape[2] - count * size
-            return torch.cat([x[:, :, :length].expand(count, -1, -1, -1), blocks(x[:, :, context:])], 2)
-
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            gqa = q.shape[1] != k.shape[1]
-            out = scaled_dot_product_attention(blocks(q), keys(k), keys(v), attn_mask=mask, enable_gqa=gqa)
-            return out.transpose(0, 1).flatten(1, 2)[None]  # [1, heads, C*S, D]
+        def attend(q: Tensor, k: Tensor, v: Tensor, context: tuple[Tensor, Tensor]) -> Tensor:
+            keys, values = _joined([x[:, :, :length].expand(count, -1, -1, -1) for x in context], k, v)
+            return scaled_dot_product_attention(q, keys, values, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
 
         return attend
+
+
+def _joined(context: Sequence[Tensor], k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.cat([context[0], k], 2), torch.cat([context[1], v], 2)
 
 
 def attention(

@@ -79,7 +79,7 @@ def draft_rows(drafter: DFlashDrafter, blocks: Blocks, context: PackContext, mas
             _, q, k, v, leaving = ProjectQKV.apply(how, distinct, None, *tensors)
         else:
             x, q, k, v, leaving = ProjectQKV.apply(Projection(*rotaries, norm.eps, slots), x, delta, *tensors)
-        out = mask.attend(window)(q, k, v)  # [1, Nq, Q, D]
+        out = mask.over(q, k, v, window)  # [1, Nq, Q, D]
         out = out[0].transpose(0, 1).reshape(out.shape[2], -1)  # [Q, Nq * D]
         if last and not entering:  # a convolution looks at the slots between, too
             x, out = TakeRows.apply(x, rows), TakeRows.apply(out, rows)

@@ -71,7 +71,7 @@ class DraftAttention(nn.Module):
     def forward(self, x: Tensor, context_kv: tuple[Tensor, Tensor], rotary: Rotary, attend: Attend) -> Tensor:
         q = apply_rotary(self.q_norm(self._heads(self.q_proj(x))), rotary)  # [1, Nq, Q, D]
         k, v = self.keys_values(x, rotary)
-        out = attend(q, torch.cat([context_kv[0], k], 2), torch.cat([context_kv[1], v], 2))  # [1, Nq, Q, D]
+        out = attend(q, k, v, context_kv)  # [1, Nq, Q, D]
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
 

@@ -10,8 +10,9 @@ V vocabulary, Vd draft vocabulary, Nq / Nkv heads, D head_dim.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +31,9 @@ from dflash.drafter.masks import AnchorSet, document_ids, sample_anchors
 from dflash.drafter.objective import Objective, pack_loss
 from dflash.drafter.selector import Candidates, CandidateSelector
 from dflash.errors import ConfigError
+
+if TYPE_CHECKING:
+    from dflash.drafter.rows import RowContext, RowMask
 
 
 @dataclass(frozen=True)
@@ -190,7 +194,11 @@ class DFlashDrafter(nn.Module):
     # -- the forward ----------------------------------------------------------------------------------------------
 
     def draft(
-        self, blocks: Blocks, context: PackContext | DraftContext, mask: PackMask | DocumentMask, rows: Tensor | None = None
+        self,
+        blocks: Blocks,
+        context: PackContext | DraftContext | RowContext,
+        mask: PackMask | DocumentMask | RowMask,
+        rows: Tensor | None = None,
     ) -> Tensor:
         """Final-normed states of the slots of some blocks, [A, S, H]; serves training, decoding and acceptance.
 
@@ -199,18 +207,19 @@ class DFlashDrafter(nn.Module):
         """
         if rows is not None and self._fused():
             return fast_path.draft_rows(self, blocks, context, mask, rows)
-        tokens = blocks.slot_tokens(self.block_size, self.mask_token_id)
-        x = F.embedding(tokens, self.embed_tokens)[None]  # [1, Q, H]
+        x = F.embedding(blocks.slot_tokens(self.block_size, self.mask_token_id), self.embed_tokens)  # [Q, H]
         rotary = self._rotary(blocks.slot_positions(self.block_size))
-        if isinstance(context, DraftContext):
+        cached = not isinstance(context, PackContext)
+        if cached:  # a batch entry for each block
+            x = x.unflatten(0, (-1, self.block_size))  # [A, S, H]
+            rotary = tuple(table.unflatten(0, (-1, 1, self.block_size)) for table in rotary)
             seen = context.layers
-        else:  # the layers make their own keys and values
-            features = self.hidden_norm(self.fc(context.features.to(self.fc.weight.dtype)))  # [1, T, H]
+        else:  # the blocks of one row; the layers make the context's keys and values
+            x, features = x[None], self.hidden_norm(self.fc(context.features.to(self.fc.weight.dtype)))  # [1, T, H]
             seen = [(features, self._rotary(context.positions))] * len(self.layers)
-        cached = isinstance(context, DraftContext)
         for layer, window, own in zip(self.layers, self.windows, seen, strict=True):
             x = layer(x, own, rotary, mask.attend(window), cached)
-        hidden = self.norm(x)[0]
+        hidden = self.norm(x).view(-1, x.shape[-1])  # [Q, H]
         return hidden.unflatten(0, (-1, self.block_size)) if rows is None else hidden.index_select(0, rows)
 
     @property
@@ -342,12 +351,16 @@ class DFlashDrafter(nn.Module):
     def extend(self, context: DraftContext, features: Tensor) -> None:
         """Append the features [1, n, N*H] of n verified tokens that follow the context."""
         positions = torch.arange(context.length, context.length + features.shape[1], device=features.device)
-        x = self.hidden_norm(self.fc(features.to(self.fc.weight.dtype)))
-        rotary = self._rotary(positions)
-        for i, layer in enumerate(self.layers):
-            k, v = layer.self_attn.keys_values(x, rotary)
+        for i, (k, v) in enumerate(self.context_keys_values(features, positions[None])):
             context.layers[i] = (torch.cat([context.layers[i][0], k], 2), torch.cat([context.layers[i][1], v], 2))
         context.length += features.shape[1]
+
+    def context_keys_values(self, features: Tensor, positions: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """K and V, each [R, Nkv, n, D], of context features [R, n, N*H] at positions [R, n], layer by layer."""
+        x = self.hidden_norm(self.fc(features.to(self.fc.weight.dtype)))
+        rotary = tuple(table.unflatten(0, (-1, 1, positions.shape[1])) for table in self._rotary(positions.flatten()))
+        for layer in self.layers:
+            yield layer.self_attn.keys_values(x, rotary)
 
     @torch.no_grad()
     def propose(self, context: DraftContext, anchor_token: int) -> Tensor | Candidates:

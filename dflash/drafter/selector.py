@@ -82,6 +82,19 @@ def pair_scores(unary: Tensor, contexts: Tensor, successors: Tensor) -> Tensor:
     return unary.to(wide) + torch.matmul(successors, contexts[..., None]).squeeze(-1).to(wide)
 
 
+def best_paths(
+    selector: CandidateSelector, embed: Tensor, hidden: Tensor, unary: Tensor, ids: Tensor, anchors: Tensor
+) -> Tensor:
+    """`Candidates.best` of many blocks, [R, n], from states [R, n, H], candidates' logits and ids [R, n, K], anchors [R]."""
+    successors = selector.successors(ids.flatten(), embed).unflatten(0, ids.shape)
+    path = [anchors]
+    for slot in range(ids.shape[1]):
+        contexts = selector.contexts(hidden[:, slot], path[-1], embed)
+        best = pair_scores(unary[:, slot], contexts, successors[:, slot]).argmax(-1, keepdim=True)
+        path.append(ids[:, slot].gather(1, best)[:, 0])
+    return torch.stack(path[1:], 1)
+
+
 @dataclass
 class Candidates:
     """What a DFlash 2 drafter proposes for slots 1..n of one block: `ids` [n, K] target ids, best first, their logits

@@ -85,13 +85,12 @@ def _prove(layer: DraftLayer, source: nn.Module, given: Tensor, wanted: Tensor, 
     device = ours.q_proj.weight.device
     x, wanted = given.to(device).float(), wanted.to(device).float()
     config = ours.config
-    nothing = x.new_zeros(1, config.num_key_value_heads, 0, config.head_dim)
     rotary = rotary_tables(torch.arange(x.shape[1], device=device), config.head_dim, config.rope_theta)
     norms = ours.q_norm, ours.k_norm
     if getattr(source.self_attn, "q_norm", None) is None:
         ours.q_norm = ours.k_norm = nn.Identity()
     try:
-        got = layer(x, (nothing, nothing), rotary, _causal, True)
+        got = layer(x, None, rotary, _causal, True)
     finally:
         ours.q_norm, ours.k_norm = norms
     added = (wanted - x).norm(dim=-1).clamp_min(1e-12)
@@ -104,7 +103,7 @@ def _prove(layer: DraftLayer, source: nn.Module, given: Tensor, wanted: Tensor, 
         )
 
 
-def _causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _causal(q: Tensor, k: Tensor, v: Tensor, context: None) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
 

@@ -27,6 +27,21 @@ from dflash.target.capture import Target
 from dflash.target.session import TargetSession
 
 
+@dataclass(frozen=True)
+class Decoding:
+    """How texts are decoded.
+
+    temperature: 0 is greedy. seed: of sampling; text i draws from seed + i. eos_token_ids: tokens that end a text, kept as
+        its last token; None takes all of the target's. max_draft: see `speculative_generate`.
+    """
+
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    seed: int = 0
+    max_draft: int | None = None
+    eos_token_ids: list[int] | None = None
+
+
 @dataclass
 class DecodeResult:
     """Text and what it cost.
@@ -199,7 +214,7 @@ def speculative_generate(
     Raises: ConfigError when the drafter reads other layers than the target captures, for an empty prompt, or a
         max_new_tokens below 1.
     """
-    prompt, stops = _checked(target, prompt_ids, max_new_tokens, eos_token_ids)
+    prompt, stops = checked(target, prompt_ids, max_new_tokens, eos_token_ids)
     rule = SampledRule(temperature, generator) if temperature else GreedyRule()
     return decode(target, drafter, prompt, max_new_tokens, rule, stops, max_draft)
 
@@ -214,11 +229,7 @@ def decode(
     max_draft: int | None = None,
 ) -> DecodeResult:
     """`speculative_generate` by a rule that says how drafts are drawn and judged."""
-    if list(target.layer_ids) != list(drafter.target_layer_ids):
-        raise ConfigError(
-            f"the target captures layers {list(target.layer_ids)}, the drafter reads {drafter.target_layer_ids}; load "
-            f"the target with layer_ids={drafter.target_layer_ids}"
-        )
+    refuse_other_layers(target, drafter)
     most = drafter.block_size - 1 if max_draft is None else max(0, max_draft)
     where = drafter.fc.weight.device
     session, context = TargetSession(target, 2 * drafter.block_size), drafter.new_context()
@@ -241,6 +252,15 @@ def decode(
     return result
 
 
+def refuse_other_layers(target: Target, drafter: DFlashDrafter) -> None:
+    """ConfigError where the drafter reads other layers than the target captures."""
+    if list(target.layer_ids) != list(drafter.target_layer_ids):
+        raise ConfigError(
+            f"the target captures layers {list(target.layer_ids)}, the drafter reads {drafter.target_layer_ids}; load "
+            f"the target with layer_ids={drafter.target_layer_ids}"
+        )
+
+
 def plain_generate(
     target: Target,
     prompt_ids: list[int] | Tensor,
@@ -250,7 +270,7 @@ def plain_generate(
     eos_token_ids: list[int] | None = None,
 ) -> DecodeResult:
     """Continue a prompt one token per target call, on the same cache and timing as `speculative_generate`."""
-    prompt, stops = _checked(target, prompt_ids, max_new_tokens, eos_token_ids)
+    prompt, stops = checked(target, prompt_ids, max_new_tokens, eos_token_ids)
     rule = SampledRule(temperature, generator) if temperature else GreedyRule()
     session = TargetSession(target)
     start = _now(target)
@@ -279,9 +299,10 @@ def _take(result: DecodeResult, new: list[int], stops: frozenset[int], limit: in
     return len(kept)
 
 
-def _checked(
+def checked(
     target: Target, prompt_ids: list[int] | Tensor, max_new_tokens: int, eos_token_ids: list[int] | None
 ) -> tuple[list[int], frozenset[int]]:
+    """The prompt as a list, and the tokens that end its text. Raises ConfigError, see `speculative_generate`."""
     prompt = [int(token) for token in torch.as_tensor(prompt_ids).flatten().tolist()]
     if not prompt:
         raise ConfigError("the prompt is empty; give at least one token")

@@ -10,7 +10,7 @@ training beside 10% acceptance, cause never found).
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -120,13 +120,20 @@ class _Tally:
 
 @torch.no_grad()
 def parity_check(
-    target: Target, drafter: DFlashDrafter, source, packs: Iterable, max_responses: int = 8, points: float = 1.0
+    target: Target,
+    drafter: DFlashDrafter,
+    source,
+    packs: Iterable,
+    max_responses: int = 8,
+    points: float = 1.0,
+    max_tokens: int | None = None,
 ) -> Parity:
     """Compare training and decoding on held-out responses.
 
     Args:
         source: `source.get(pack)` gives training's features of a pack. packs: hold text written by the target.
-        max_responses: how many responses to replay. points: allowed gap of any per-slot share, in percentage points.
+        max_responses: how many responses to replay. max_tokens: how much of each; None: all.
+        points: allowed gap of any per-slot share, in percentage points.
     """
     was_training = drafter.training
     drafter.eval()
@@ -136,6 +143,8 @@ def parity_check(
     result, left = Parity(True, 0), max_responses
     for pack in packs:
         spans = response_spans(pack.loss_mask, pack.lengths)[:left]
+        if max_tokens is not None:
+            spans = [replace(span, end=min(span.end, span.start + max_tokens)) for span in spans]
         if not spans:
             continue
         left -= len(spans)

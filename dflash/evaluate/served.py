@@ -11,12 +11,12 @@ import json
 import shlex
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from dflash.data import prompt_reader
 from dflash.data.generate.endpoint import Endpoint
@@ -24,7 +24,8 @@ from dflash.data.generate.prompts import read_prompts
 from dflash.devices import device_named, dtype_named
 from dflash.drafter.export import drafter_layout, open_drafter
 from dflash.errors import ConfigError, RunError, refuse_below
-from dflash.evaluate.decoding import DecodeResult, plain_generate, speculative_generate
+from dflash.evaluate.batch import generate
+from dflash.evaluate.decoding import DecodeResult, Decoding
 from dflash.evaluate.delivery import ExportOptions, deliver, refuse_other_target
 from dflash.evaluate.rounds import Ours, figures, same_rounds, trimmed
 from dflash.evaluate.texts import first_difference
@@ -38,11 +39,11 @@ from dflash.target.serving import serve_lines
 from dflash.train.prepare import prepare_data
 from dflash.train.resolve import recall
 from dflash.train.resolved import ResolvedRun
+from dflash.views.progress import Work
 
 LAYOUTS = ("zlab", "speculators")
 SERVERS = ("without a drafter", "with the drafter")
 Say = Callable[[str], None]
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -110,10 +111,11 @@ def serve_check(options: ServeOptions, say: Say = print) -> dict[str, Any]:
     case = prepare_case(options, folder, say)
     say(f"our decoding: {len(case.prompts)} prompts, {options.dtype}")
     eos = case.target.end_ids
-    limit, count = options.max_new_tokens, len(case.prompts)
-    plain_texts = list(_counted((plain_generate(case.target, ids, limit) for ids in case.prompts), count, say))
-    decoded = (speculative_generate(case.target, case.drafter, ids, limit, max_draft=case.most) for ids in case.prompts)
-    ours = list(_counted(decoded, count, say))
+    how, total = Decoding(options.max_new_tokens, max_draft=case.most), options.max_new_tokens * len(case.prompts)
+    with Work("  plainly", total, "tokens", say) as line:
+        plain_texts = generate(case.target, None, case.prompts, how, line.to)
+    with Work("  with the drafter", total, "tokens", say) as line:
+        ours = generate(case.target, case.drafter, case.prompts, how, line.to)
     summary: dict[str, Any] = {
         "options": plain(asdict(options)),
         "export": str(case.export),
@@ -132,7 +134,9 @@ def serve_check(options: ServeOptions, say: Say = print) -> dict[str, Any]:
                 log = folder / f"{options.layout}-{name.split()[0]}.log"
                 say(f"server {name}: loading, its log is {log}")
                 url = stack.enter_context(Server(options.server_python, arguments, log, options.port, options.timeout)).url
-            answers = [_ask(url, case.prompts, limit, count, set(eos), say) for count in options.concurrency]
+            answers = [
+                _ask(url, case.prompts, options.max_new_tokens, count, set(eos), say) for count in options.concurrency
+            ]
         summary["servers"][name] = [
             _told(case, found, seconds, plain_texts) | {"concurrency": count}
             for count, (found, seconds) in zip(options.concurrency, answers, strict=True)
@@ -143,16 +147,6 @@ def serve_check(options: ServeOptions, say: Say = print) -> dict[str, Any]:
     folder.mkdir(exist_ok=True)
     (folder / "check.json").write_text(json.dumps(plain(summary), indent=1) + "\n")
     return summary
-
-
-def _counted(items: Iterable[T], count: int, say: Say, pause: float = 30.0) -> Iterator[T]:
-    """The items, with a line after every `pause` seconds."""
-    last = time.monotonic()
-    for number, item in enumerate(items, 1):
-        yield item
-        if time.monotonic() - last > pause and number < count:
-            say(f"  {number} of {count}")
-            last = time.monotonic()
 
 
 def prepare_case(options: ServeOptions, folder: Path, say: Say) -> Case:
@@ -233,8 +227,8 @@ def _ask(
 
     one(prompts[0], 4)  # first calls are slow: not timed
     start = time.monotonic()
-    with ThreadPoolExecutor(concurrency) as pool:
-        answers = list(_counted(pool.map(one, prompts), len(prompts), say))
+    with ThreadPoolExecutor(concurrency) as pool, Work(f"  {concurrency} at a time", len(prompts), "prompts", say) as line:
+        answers = list(line.over(pool.map(one, prompts)))
     return answers, time.monotonic() - start
 
 

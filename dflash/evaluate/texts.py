@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import random
 import statistics
+import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,9 +15,14 @@ import torch.nn.functional as F
 
 from dflash.drafter.model import DFlashDrafter
 from dflash.evaluate.acceptance import summarize
-from dflash.evaluate.decoding import DecodeResult, plain_generate, speculative_generate
+from dflash.evaluate.batch import RowDecoder, generate, generate_one, side_by_side
+from dflash.evaluate.decoding import DecodeResult, Decoding
 from dflash.target.capture import Target
 from dflash.target.session import TargetSession
+from dflash.views.progress import Work
+
+SPEED_SECONDS = 15.0  # for the comparison of speeds
+_SPEED_TOKENS = 32  # of each text in it on a CPU, so that the seconds are enough for some prompts
 
 THINKING, CLOSED, PLAIN = "thinking", "thinking switched off", "no thinking marks"
 
@@ -47,18 +53,18 @@ class NearTie:
 
 @dataclass
 class PromptResult:
-    """One prompt, decoded both ways. `chunks`: what each target call gave, the first is the prompt's own token."""
+    """One prompt, decoded. `chunks`: what each target call gave, the first is the prompt's own token."""
 
     prompt: str
     chunks: list[dict[str, Any]]
     acceptance_length: float | None
     tokens: int
     target_calls: int
-    seconds: float
-    plain_seconds: float | None
     exact: bool | None  # None where nothing was compared (sampling)
     finish_reason: str
     difference: NearTie | None = None
+    seconds: float | None = None  # decoded by itself; None where that was not measured
+    plain_seconds: float | None = None
     gains: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
 
@@ -67,37 +73,76 @@ def evaluate_prompts(
     target: Target,
     drafter: DFlashDrafter,
     prompts: Sequence[Prompt],
-    max_new_tokens: int = 128,
-    temperature: float = 0.0,
-    seed: int = 0,
+    how: Decoding,
     compare: bool = True,
-    max_draft: int | None = None,
-) -> Iterator[PromptResult]:
-    """Decode every prompt with the drafter and, with `compare`, plainly too, on the same cache and clock; one result after
-    the other. `max_draft`: see `speculative_generate`."""
+    speed_seconds: float = SPEED_SECONDS,
+    work: Callable[..., Work] = Work,
+) -> list[PromptResult]:
+    """Decode every prompt with the drafter, side by side where the target can.
+
+    Args:
+        compare: decode greedy texts plainly too, and measure the speed of both (`measure_speed`, `speed_seconds`).
+        work: shows progress.
+    """
     was_training = drafter.training
     drafter.eval()
-    warm = list(prompts[0].ids)  # first calls are slow: not timed
-    speculative_generate(target, drafter, warm, 4, temperature, _generator(seed), max_draft=max_draft)
+    ids = [list(prompt.ids) for prompt in prompts]
+    total, greedy = how.max_new_tokens * len(ids), how.temperature == 0
+    with work("decoding with the drafter", total, "tokens") as line:
+        decoded = generate(target, drafter, ids, how, line.to)
+    plain: list[DecodeResult | None] = [None] * len(ids)
+    if compare and greedy:
+        with work("decoding plainly", total, "tokens") as line:
+            plain = generate(target, None, ids, how, line.to)
+    speeds: list[tuple[float, float]] = []
     if compare:
-        plain_generate(target, warm, 2, temperature, _generator(seed))
-    for index, prompt in enumerate(prompts):
-        ids = list(prompt.ids)
-        rest, plain = (max_new_tokens, temperature), None
-        if compare and index % 2:  # which one goes first alternates: a busy moment of the machine meets both alike
-            plain = plain_generate(target, ids, *rest, _generator(seed + index))
-        decoded = speculative_generate(target, drafter, ids, *rest, _generator(seed + index), max_draft=max_draft)
-        if compare and plain is None:
-            plain = plain_generate(target, ids, *rest, _generator(seed + index))
-        yield _result(target, drafter, prompt, decoded, plain, temperature == 0)
+        with work("speed, one prompt at a time", len(ids), "prompts") as line:
+            speeds = measure_speed(target, drafter, ids, how, speed_seconds, line.to)
+    results = [_result(target, drafter, *each) for each in zip(prompts, decoded, plain, strict=True)]
+    for result, (seconds, plain_seconds) in zip(results, speeds, strict=False):
+        result.seconds, result.plain_seconds = seconds, plain_seconds
     drafter.train(was_training)
+    return results
+
+
+def measure_speed(
+    target: Target,
+    drafter: DFlashDrafter,
+    prompts: Sequence[list[int]],
+    how: Decoding,
+    limit: float,
+    progress: Callable[[int], None] = lambda done: None,
+) -> list[tuple[float, float]]:
+    """Seconds of each prompt decoded by itself, with the drafter and plainly: the same rounds on the same cache, on a GPU
+    both as CUDA graphs, on a CPU the texts' first tokens. Stops after `limit` seconds: the first prompts are measured."""
+    if target.device.type == "cpu":
+        how = replace(how, max_new_tokens=min(how.max_new_tokens, _SPEED_TOKENS))
+    together = how.temperature == 0 and side_by_side(target, drafter)
+    room = max(map(len, prompts)) + how.max_new_tokens
+    pair: list[Callable[[int], DecodeResult]] = []
+    for model in (drafter, None):
+        if together:
+            decoder = RowDecoder(target, model, 1, room, how)
+            decoder.warm(prompts[0])
+            pair.append(lambda index, decoder=decoder: decoder.run([prompts[index]])[0])
+        else:
+            generate_one(target, model, prompts[0], replace(how, max_new_tokens=min(4, how.max_new_tokens)), 0)
+            pair.append(lambda index, model=model: generate_one(target, model, prompts[index], how, index))
+    found, start = [], time.perf_counter()
+    for index in range(len(prompts)):
+        if index and time.perf_counter() - start > limit:
+            break
+        # which one goes first alternates: a busy moment of the machine meets both alike
+        seconds = {turn: pair[turn](index).seconds for turn in ((0, 1), (1, 0))[index % 2]}
+        found.append((seconds[0], seconds[1]))
+        progress(index + 1)
+    return found
 
 
 def _result(
-    target: Target, drafter: DFlashDrafter, prompt: Prompt, decoded: DecodeResult, plain: DecodeResult | None, greedy: bool
+    target: Target, drafter: DFlashDrafter, prompt: Prompt, decoded: DecodeResult, plain: DecodeResult | None
 ) -> PromptResult:
-    exact = decoded.tokens == plain.tokens if plain is not None and greedy else None
-    difference = None
+    exact, difference = None if plain is None else decoded.tokens == plain.tokens, None
     if exact is False:
         difference = first_difference(target, list(prompt.ids), decoded.tokens, plain.tokens, drafter.block_size)
     texts = chunk_texts(target.tokenizer, decoded.chunks)
@@ -111,13 +156,11 @@ def _result(
         decoded.acceptance_length,
         len(decoded.tokens),
         decoded.target_calls,
-        decoded.seconds,
-        plain.seconds if plain is not None else None,
         exact,
         decoded.finish_reason,
         difference,
-        [len(chunk) for chunk in decoded.chunks[1:]],
-        decoded.accepted,
+        gains=[len(chunk) for chunk in decoded.chunks[1:]],
+        accepted=decoded.accepted,
     )
 
 
@@ -198,6 +241,7 @@ def summarize_prompts(results: Iterable[PromptResult], block_size: int) -> dict[
         "acceptance_interval": list(interval) if interval else None,
         "speedup": statistics.median(speeds) if speeds else None,
         "speedup_spread": [min(speeds), max(speeds)] if speeds else None,
+        "speedup_prompts": len(speeds),
         "exact": sum(bool(result.exact) for result in compared) if compared else None,
         "compared": len(compared),
         "lossless": not any(result.difference and result.difference.wide for result in compared) if compared else None,
@@ -234,7 +278,3 @@ def compare_modes(evaluated: Sequence[str], trained: Counter[str]) -> str | None
         f"training text is in mode '{common}': acceptance will look worse than it is. Render the prompts as in "
         f"training (--thinking {'on' if common == THINKING else 'off'}), or train on that mode"
     )
-
-
-def _generator(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from dflash.devices import device_named, dtype_named
 from dflash.drafter.export import drafter_layout, open_drafter
 from dflash.errors import ConfigError, RunError, refuse_below, refuse_seed
 from dflash.evaluate.acceptance import evaluate_acceptance, summarize, walk_packs
+from dflash.evaluate.decoding import Decoding
 from dflash.evaluate.parity import parity_check
 from dflash.evaluate.texts import Prompt, compare_modes, evaluate_prompts, summarize_prompts, thinking_mode
 from dflash.runs.record import run_folder
@@ -32,6 +34,7 @@ from dflash.train.checkpoint import checkpoints, latest_checkpoint
 from dflash.train.prepare import prepare_data
 from dflash.train.resolve import recall
 from dflash.train.settings import RunConfig
+from dflash.views.progress import Work, tell
 
 _PACK_STEP = 128
 _MAX_LENGTH = 4096  # tokens of a conversation that is read outside a run
@@ -52,8 +55,10 @@ class EvaluateOptions:
     target: str | None = None
     prompts: str | None = None  # file of prompts; None: the held-out conversations
     data: str | None = None  # conversations for the held-out part; None: the run's
-    limit: int = 16  # prompts that are decoded
-    max_new_tokens: int = 128
+    limit: int | None = (
+        None  # prompts decoded, held-out conversations replayed; None, here and below: what the device does in seconds
+    )
+    max_new_tokens: int | None = None
     temperature: float = 0.0
     thinking: str = "auto"  # "on", "off": `enable_thinking` of the chat template
     device: str = "auto"
@@ -61,17 +66,26 @@ class EvaluateOptions:
     seed: int = 0
     compare: bool = True  # decode plainly too, for exactness and speed
     max_draft: int | None = None  # verify only this many drafts of each block; None: all
-    parity_responses: int = 8  # held-out responses in the training-decoding comparison; 0: leave it out
+    parity_responses: int | None = None  # held-out responses in the training-decoding comparison; 0: leave it out
     replay: bool = True  # replay decoding over the held-out text too (what `eval` records of a run hold)
 
     def __post_init__(self) -> None:
         if (self.run is None) == (self.drafter is None):
             raise ConfigError("give either a run folder (--run) or a drafter folder (--drafter), not both or none")
-        refuse_below(1, limit=self.limit, max_new_tokens=self.max_new_tokens)
-        refuse_below(0, temperature=self.temperature)
+        sizes = {name: value for name in ("limit", "max_new_tokens") if (value := getattr(self, name)) is not None}
+        refuse_below(1, **sizes)
+        refuse_below(0, temperature=self.temperature, parity_responses=self.parity_responses or 0)
         refuse_seed(self.seed)
         if self.thinking not in ("auto", "on", "off"):
             raise ConfigError(f"thinking must be auto, on or off, got {self.thinking!r}")
+
+    def sized(self, device: torch.device) -> EvaluateOptions:
+        """With the sizes that nobody gave: seconds on a GPU, a minute or two on two cores."""
+        limit, tokens, responses = (64, 160, 8) if device.type == "cuda" else (8, 64, 4)
+        limit = self.limit or limit
+        given = self.parity_responses
+        responses = min(responses, limit) if given is None else given
+        return replace(self, limit=limit, max_new_tokens=self.max_new_tokens or tokens, parity_responses=responses)
 
 
 def drafter_folder(options: EvaluateOptions) -> Path:
@@ -91,7 +105,7 @@ def newest_run(root: str | Path = "runs") -> Path:
     return max(found)[1]
 
 
-def evaluate(options: EvaluateOptions, say=print) -> dict[str, Any]:
+def evaluate(options: EvaluateOptions, say: Callable[[str], None] = tell) -> dict[str, Any]:
     """Run the whole evaluation; see the module's words. Returns what `evaluation.json` holds."""
     config = RunConfig.load(run_folder(options.run) / "config.yaml") if options.run else None
     folder = drafter_folder(options)
@@ -103,22 +117,19 @@ def evaluate(options: EvaluateOptions, say=print) -> dict[str, Any]:
         raise ConfigError(f"{folder} does not say which target it belongs to; name it with --target")
     if is_random(name):
         raise ConfigError(f"{NOTHING_TO_DECODE} (target '{name}'); evaluate a drafter of a trained target")
+    options = options.sized(device)
     questions = read_prompts(options.prompts) if options.prompts else None  # before any model is loaded
+    say(f"loading target {name} and drafter {folder}, {options.dtype} on {device}")
     target = load_target(name, device, dtype, list(settings["target_layer_ids"]))
     drafter = open_drafter(folder, target, dtype)
     held_out, skipped = _held_out(options, config, target)
     prompts, left_out = _prompts(options, target, held_out, questions)
     left_out = skipped + left_out
     prompts = prompts[: options.limit]
-    say(f"drafter {folder}, target {name}, {options.dtype} on {device}")
     say(f"first of {len(prompts)} prompts, as the target sees it:\n{prompts[0].text}\n")
-    say(f"decoding, at most {options.max_new_tokens} tokens each ...")
-
-    how = (options.max_new_tokens, options.temperature, options.seed, options.compare, options.max_draft)
-    results = []
-    for result in evaluate_prompts(target, drafter, prompts, *how):
-        results.append(result)
-        say(_line(len(results), len(prompts), result))
+    work = partial(Work, say=say)
+    how = Decoding(options.max_new_tokens, options.temperature, options.seed, options.max_draft)
+    results = evaluate_prompts(target, drafter, prompts, how, options.compare, work=work)
     summary = summarize_prompts(results, drafter.block_size)
     answers = ["".join(chunk["text"] for chunk in result.chunks[:8]) for result in results]
     modes = [thinking_mode(prompt.text, answer) for prompt, answer in zip(prompts, answers, strict=True)]
@@ -142,18 +153,17 @@ def evaluate(options: EvaluateOptions, say=print) -> dict[str, Any]:
         "held_out": None,
         "parity": None,
     }
-    if held_out and (options.replay or options.parity_responses):
-        packs = held_out_packs(held_out)
-        source = OnlineFeatures(target)
-        if options.replay:
-            say(f"replaying decoding over {len(packs)} held-out conversations ...")
-            summary["held_out"] = evaluate_acceptance(drafter, source, packs)
-        if options.parity_responses:
-            say(f"comparing training with decoding on {min(options.parity_responses, len(packs))} held-out answers ...")
-            parity = parity_check(target, drafter, source, packs, options.parity_responses)
-            summary["parity"] = parity.as_dict() | {"message": parity.message()}
-            if not parity.agrees:
-                summary["warnings"].append(parity.message())
+    packs, source = held_out_packs(held_out[: options.limit]), OnlineFeatures(target)
+    if packs and options.replay:
+        with work("replaying decoding over held-out answers", len(packs), "conversations") as line:
+            summary["held_out"] = evaluate_acceptance(drafter, source, line.over(packs))
+    if packs and options.parity_responses:
+        count = min(options.parity_responses, len(packs))
+        with work("comparing training with decoding", count, "held-out answers") as line:
+            parity = parity_check(target, drafter, source, line.over(packs), count, max_tokens=options.max_new_tokens)
+        summary["parity"] = parity.as_dict() | {"message": parity.message()}
+        if not parity.agrees:
+            summary["warnings"].append(parity.message())
     return summary
 
 
@@ -208,16 +218,6 @@ def _mode_of(target: Target, conversation: Conversation) -> str:
     )
 
 
-def _line(done: int, total: int, result: Any) -> str:
-    length = "-" if result.acceptance_length is None else f"{result.acceptance_length:.2f}"
-    speed = "" if not result.plain_seconds else f", {result.plain_seconds / result.seconds:.2f}x plain"
-    exact = {True: ", exact", False: ", DIFFERS", None: ""}[result.exact]
-    return (
-        f"{done:3d}/{total}  {result.tokens:4d} tokens, {result.target_calls:4d} target calls, "
-        f"acceptance length {length}{speed}{exact}"
-    )
-
-
 def table(summary: dict[str, Any]) -> str:
     """The figures as text, the same that `evaluation.json` holds."""
     interval = summary["acceptance_interval"]
@@ -231,7 +231,8 @@ def table(summary: dict[str, Any]) -> str:
     ]
     if summary["speedup"] is not None:
         low, high = summary["speedup_spread"]
-        lines.append(f"wall clock          {summary['speedup']:.2f} times plain decoding (median; {low:.2f} to {high:.2f})")
+        of = f"median of {summary['speedup_prompts']} prompts by themselves; {low:.2f} to {high:.2f}"
+        lines.append(f"wall clock          {summary['speedup']:.2f} times plain decoding ({of})")
     if summary["exact"] is not None:
         lines.append(f"text                {summary['exact']} of {summary['compared']} equal to plain greedy")
     for number, result in enumerate(summary["prompts"], 1):

@@ -103,15 +103,15 @@ class TargetSession:
 
 
 @torch.no_grad()
-def run_cached(target: Target, ids: Tensor, cache: Any, name: str) -> tuple[list[Tensor], Tensor, Any]:
-    """One forward of `ids` [1, n] on top of a cache (None starts one): layer outputs, last states, the cache.
+def run_cached(target: Target, ids: Tensor, cache: Any, name: str, **how: Any) -> tuple[list[Tensor], Tensor, Any]:
+    """One forward of `ids` [batch, n] on top of a cache (None starts one): layer outputs, last states, the cache.
 
     Goes through the hooks that training capture uses, so a feature means the same in both.
     """
     store: dict[int, Tensor] = {}
     target._captured.store = store
     try:
-        output = target.decoder(input_ids=ids, use_cache=True, **{name: cache})
+        output = target.decoder(input_ids=ids, use_cache=True, **{name: cache}, **how)
     finally:
         target._captured.store = None
     last = output.last_hidden_state

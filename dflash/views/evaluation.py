@@ -91,7 +91,7 @@ def _seconds(content: dict[str, Any]) -> Panel:
             ("plain", "plain_seconds", style.GREY, "dash"),
         )
     ]
-    return Panel("seconds", "Wall clock by prompt", "prompt", "seconds", lines, y_range=(0.0, None))
+    return Panel("seconds", "Wall clock of prompts by themselves", "prompt", "seconds", lines, y_range=(0.0, None))
 
 
 def _parity(parity: dict[str, Any]) -> Panel:
@@ -108,10 +108,10 @@ def prompt_table(content: dict[str, Any]) -> Table:
     """One row a prompt."""
     rows = []
     for number, entry in enumerate(content["prompts"], 1):
-        plain, seconds, length = entry.get("plain_seconds"), entry["seconds"], entry["acceptance_length"]
+        plain, seconds, length = entry.get("plain_seconds"), entry.get("seconds"), entry["acceptance_length"]
         row = {"prompt": number, "tokens": entry["tokens"], "target calls": entry["target_calls"]}
         row[f"acceptance length ({BONUS})"] = None if length is None else f"{length:.2f}"
-        row.update({"seconds": f"{seconds:.2f}", "plain": f"{plain:.2f}" if plain else None})
+        row.update({name: f"{value:.2f}" if value else None for name, value in (("seconds", seconds), ("plain", plain))})
         row.update({"speed-up": f"{plain / seconds:.2f}" if plain else None, "text": _text(entry)})
         rows.append(row)
     return Table(rows)
