@@ -28,6 +28,7 @@ from dflash.evaluate.texts import (
 from dflash.evaluate.whole import EvaluateOptions, drafter_folder, evaluate, table, write_evaluation
 from dflash.train.checkpoint import save_checkpoint
 from dflash.train.settings import RunConfig
+from dflash.views import progress
 
 PROMPTS = [Prompt((3, 17, 5, 42), "one"), Prompt((8, 11, 29, 33, 2, 50), "two"), Prompt((7, 7, 9), "three")]
 
@@ -175,6 +176,14 @@ def test_command_on_a_run(tmp_path, monkeypatch, capsys):
     assert main(["evaluate", "--run", str(run), "--max-new-tokens", "10", "--limit", "2", "--device", "cpu"]) == 0
     out = capsys.readouterr().out
     assert "<|begin|>user\n" in out and "step-00000002" in out and "bonus token included" in out
+    for done in (
+        "decoding with the drafter: 20 of 20 tokens",
+        "decoding plainly: 20 of 20 tokens",
+        "speed, one prompt at a time: 2 of 2 prompts",
+        "replaying decoding over held-out answers: 2 of 2 conversations",
+        "comparing training with decoding: 2 of 2 held-out answers",
+    ):
+        assert done in out
     saved = json.loads((run / "evaluation.json").read_text())
     assert len(saved["prompts"]) == 2 and saved["exact"] == 2 and saved["lossless"] is True
     assert len(saved["acceptance_by_slot"]) == 3 and len(saved["histogram"]) == 4 and saved["block_size"] == 4
@@ -191,6 +200,29 @@ def test_command_on_a_run(tmp_path, monkeypatch, capsys):
     assert saved["held_out"]["blocks"] > 0 and saved["parity"]["agrees"] and saved["warnings"] == []
     assert saved["parity"]["largest_gap"] == 0
     assert (run / "evaluation.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_sizes_follow_the_device_and_what_was_asked():
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    sizes = [(o.limit, o.max_new_tokens, o.parity_responses) for o in (EvaluateOptions("x").sized(d) for d in (cpu, cuda))]
+    assert sizes == [(8, 64, 4), (64, 160, 8)]
+    small = EvaluateOptions("x", limit=1, max_new_tokens=8).sized(cpu)
+    assert (small.limit, small.max_new_tokens, small.parity_responses) == (1, 8, 1)
+    assert EvaluateOptions("x", limit=1, parity_responses=6).sized(cpu).parity_responses == 6
+    assert EvaluateOptions("x", parity_responses=0).sized(cpu).parity_responses == 0
+
+
+def test_work_without_a_terminal_says_how_far_it_is(monkeypatch):
+    lines: list[str] = []
+    clock = iter([0.0, 4.0, 12.0, 30.0, 40.0])
+    monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
+    with progress.Work("reading", 8, "books", lines.append) as line:
+        assert list(line.over("abc")) == ["a", "b", "c"]
+    assert lines == [
+        "reading: 2 of 8 books, 12 s, 36 s left",
+        "reading: 3 of 8 books, 30 s, 50 s left",
+        "reading: 3 of 8 books, 40 s",
+    ]
 
 
 def test_command_on_a_drafter_with_prompts(tmp_path, monkeypatch, capsys):

@@ -183,7 +183,7 @@ class RowDecoder:
         self.count.copy_(self.begin + 1)
         self.limit.copy_(self.begin + max_new_tokens)
         self.done.copy_(self._is_stop(self._anchors()) | (self.count >= self.limit))
-        self.done[used:] = True
+        self.done[used:], self.limit[used:] = True, self.begin[used:]
 
     def _anchors(self) -> Tensor:
         """The last token of each text."""
@@ -210,7 +210,7 @@ class RowDecoder:
         for name in ("text", "begin", "count", "limit", "done"):
             setattr(self, name, getattr(self, name)[left])
         self.gains, self.kept = self.gains[:, left], self.kept[:, left]
-        return [index for index, finished in zip(rows, done, strict=True) if not finished]
+        return [index for index, finished in zip(rows, done, strict=False) if not finished]  # empty rows stand behind
 
     def _collect(self, rows: list[int]) -> dict[int, DecodeResult]:
         """The texts of `rows`, by prompt."""

@@ -142,6 +142,8 @@ def parity_check(
     metrics = {"correct_by_slot": 0, "supervised_by_slot": 0, "accepted_by_slot": 0, "blocks": 0}
     result, left = Parity(True, 0), max_responses
     for pack in packs:
+        if left <= 0:
+            break
         spans = response_spans(pack.loss_mask, pack.lengths)[:left]
         if max_tokens is not None:
             spans = [replace(span, end=min(span.end, span.start + max_tokens)) for span in spans]
@@ -170,8 +172,6 @@ def parity_check(
                     parted = _locate(drafter, before, replay, _logits(ours), _logits(theirs))
                     result.difference = Difference(pack.pack_id, at, slot + 1, one[slot], two[slot], *parted)
                 row += 1
-        if left <= 0:
-            break
     drafter.train(was_training)
     result.anchors = trained.blocks
     result.accuracy_training = _shares(metrics["correct_by_slot"], metrics["supervised_by_slot"], slots)

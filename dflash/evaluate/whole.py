@@ -160,7 +160,9 @@ def evaluate(options: EvaluateOptions, say: Callable[[str], None] = tell) -> dic
     if packs and options.parity_responses:
         count = min(options.parity_responses, len(packs))
         with work("comparing training with decoding", count, "held-out answers") as line:
-            parity = parity_check(target, drafter, source, line.over(packs), count, max_tokens=options.max_new_tokens)
+            parity = parity_check(
+                target, drafter, source, line.over(packs[:count]), count, max_tokens=options.max_new_tokens
+            )
         summary["parity"] = parity.as_dict() | {"message": parity.message()}
         if not parity.agrees:
             summary["warnings"].append(parity.message())
