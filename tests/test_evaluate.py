@@ -205,7 +205,7 @@ def test_command_on_a_run(tmp_path, monkeypatch, capsys):
 def test_sizes_follow_the_device_and_what_was_asked():
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     sizes = [(o.limit, o.max_new_tokens, o.parity_responses) for o in (EvaluateOptions("x").sized(d) for d in (cpu, cuda))]
-    assert sizes == [(8, 64, 4), (64, 160, 8)]
+    assert sizes == [(8, 64, 2), (64, 160, 8)]
     small = EvaluateOptions("x", limit=1, max_new_tokens=8).sized(cpu)
     assert (small.limit, small.max_new_tokens, small.parity_responses) == (1, 8, 1)
     assert EvaluateOptions("x", limit=1, parity_responses=6).sized(cpu).parity_responses == 6

@@ -32,7 +32,7 @@ def add_parser(subparsers: Any) -> None:
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--no-plain", dest="compare", action="store_false", help="no plain decoding: no speed, no exactness")
     p.add_argument("--max-draft", type=int, metavar="K", help="verify only the first K drafts of each block")
-    p.add_argument("--parity", type=int, metavar="N", help="responses in the training comparison (8 on a GPU, 4 on a CPU)")
+    p.add_argument("--parity", type=int, metavar="N", help="responses in the training comparison (8 on a GPU, 2 on a CPU)")
     p.add_argument("--json", metavar="OUT", help="where the figures go, plots beside; default: the run folder")
     p.set_defaults(run=main)
 

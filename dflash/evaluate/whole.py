@@ -81,7 +81,7 @@ class EvaluateOptions:
 
     def sized(self, device: torch.device) -> EvaluateOptions:
         """With the sizes that nobody gave: seconds on a GPU, a minute or two on two cores."""
-        limit, tokens, responses = (64, 160, 8) if device.type == "cuda" else (8, 64, 4)
+        limit, tokens, responses = (64, 160, 8) if device.type == "cuda" else (8, 64, 2)
         limit = self.limit or limit
         given = self.parity_responses
         responses = min(responses, limit) if given is None else given
