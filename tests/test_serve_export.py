@@ -125,7 +125,7 @@ def test_the_two_commands_after_a_run(tmp_path, monkeypatch, capsys):
     Path(".venv/bin/dflash").touch()
     Path(".venv-serve/bin/vllm").touch()
     assert main(["report", str(run), "--static"]) == 0
-    assert f"  .venv/bin/{export}\n  .venv-serve/bin/{serve}\n" in capsys.readouterr().out
+    assert f"  .venv/bin/{export}\n  VLLM_CPU_KVCACHE_SPACE=1 .venv-serve/bin/{serve}\n" in capsys.readouterr().out
     settings = run / "checkpoints/step-00000002/drafter.json"
     for target, lines in (("smollm2", 2), ("/x/y.gguf", 2), ("random:qwen3.6-27b", 0)):
         settings.write_text(json.dumps(json.loads(settings.read_text()) | {"target": target}))

@@ -11,6 +11,8 @@ from typing import Any
 
 from dflash.commands import command
 
+SERVERS = Path(".venv-serve/bin")  # of `make serve-env`
+
 
 def add_parser(subparsers: Any) -> None:
     parser = command(
@@ -42,8 +44,10 @@ def main(arguments: Any) -> int:
 def runnable(line: str) -> str:
     """The line as a shell runs it here: with a path where its program is in an environment that is not active."""
     program, _, rest = line.partition(" ")
-    places = [Path(sys.executable).with_name(program), Path(".venv-serve/bin", program)]
+    places = [Path(sys.executable).with_name(program), SERVERS / program]
     found = next((place for place in places if place.is_file()), None)
     if found is None or shutil.which(program):
         return line
-    return f"{shlex.quote(os.path.relpath(found))} {rest}"
+    # vLLM for CPUs would ask for nine tenths of the machine's memory: this many GiB of cache are enough
+    settings = "VLLM_CPU_KVCACHE_SPACE=1 " if found.parent == SERVERS else ""
+    return f"{settings}{shlex.quote(os.path.relpath(found))} {rest}"
