@@ -193,6 +193,14 @@ def test_speculators_of_a_gguf_target_name_no_hub_model(tmp_path, capsys, monkey
     assert f"vllm serve {tmp_path / 's'}" in capsys.readouterr().out
 
 
+def test_an_export_without_its_target_can_be_asked_for_again(tmp_path, capsys):
+    """Nothing is written where the target's folder cannot be, so the corrected command runs."""
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/file").touch()
+    assert exported(tmp_path, "--target-folder", str(tmp_path / "full")) == 2
+    assert "is not empty" in capsys.readouterr().err and not (tmp_path / "x").exists()
+
+
 def test_a_drafter_of_another_target_is_not_exported(tmp_path, capsys):
     save_drafter(random_drafter(tiny_target()), tmp_path / "own", "x")
     other = tiny_target(vocab_size=len(chat_tokenizer()))

@@ -64,8 +64,7 @@ def export_drafter(
     out = Path(out)
     if layout not in FORMATS:
         raise ConfigError(f"format must be one of {', '.join(FORMATS)}, got {layout!r}")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"{out} is {'not empty' if out.is_dir() else 'a file'}; name a new or empty folder")
+    require_empty(out)
     if layout == "dflash":
         save_drafter(drafter, out, target_name)
         return []
@@ -101,6 +100,12 @@ def export_drafter(
     (out / "README.md").write_text(_card(settings, layout, _shown(verifier), dtype, remarks))
     _verify(out, tensors)
     return remarks
+
+
+def require_empty(out: Path) -> None:
+    """Raises ConfigError where `out` is a file or holds something."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"{out} is {'not empty' if out.is_dir() else 'a file'}; name a new or empty folder")
 
 
 def _both_parts(drafter: DFlashDrafter) -> DFlashDrafter:

@@ -9,7 +9,7 @@ from typing import Any
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from dflash.devices import dtype_named
-from dflash.drafter.export import export_drafter, read_any
+from dflash.drafter.export import export_drafter, read_any, require_empty
 from dflash.drafter.storage import draft_vocabulary
 from dflash.errors import ConfigError, TargetError
 from dflash.evaluate.card import write_card
@@ -58,6 +58,7 @@ class Delivery:
 
 def deliver(options: ExportOptions) -> Delivery:
     """Write the export and, if asked, the target's folder. Raises ConfigError, RunError or TargetError."""
+    require_empty(Path(options.out))
     source = latest_checkpoint(run_folder(options.run)) if options.run else Path(options.drafter)
     drafter, settings = read_any(source, options.approximate)
     if options.dtype != "keep":
@@ -84,6 +85,8 @@ def deliver(options: ExportOptions) -> Delivery:
             f"a speculators config names its target for the server, and servers load no GGUF ({name}); add "
             "--target-folder DIR to have the target written as they want it, or --verifier NAME"
         )
+    if options.target_folder:  # first: a finished one is kept, should the export fail
+        write_target_folder(name, options.target_folder)
     remarks = export_drafter(
         drafter,
         options.out,
@@ -94,8 +97,6 @@ def deliver(options: ExportOptions) -> Delivery:
         head=head,
         verifier=options.verifier or served,
     )
-    if options.target_folder:
-        write_target_folder(name, options.target_folder)
     lines: dict[str, str] = {}
     if foreign and served is None:
         remarks.append("servers load no GGUF: --target-folder DIR writes the target as they want it")
