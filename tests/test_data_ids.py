@@ -33,7 +33,7 @@ def test_ready_ids_are_kept_verbatim(tmp_path):
     assert conversations[0].input_ids == row["prompt_ids"] + row["response_ids"]
     assert conversations[0].loss_mask == [False] * 3 + [True] * 6
     assert conversations[0].finish_reason == "stop" and report.kept_ids == 1
-    again, _ = load_conversations(tmp_path / "a.jsonl", tokenizer, 64, use_ids=False)
+    again, _ = load_conversations(write(tmp_path / "b.jsonl", [{"messages": row["messages"]}]), tokenizer, 64)
     assert again[0].input_ids != conversations[0].input_ids
 
 

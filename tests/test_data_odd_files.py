@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import gzip
 import json
+from dataclasses import replace
 
 import pytest
 from chat_tokenizer import CHATML, TAGGED, THINKING, chat_tokenizer, ids_of, save_material
@@ -13,10 +14,10 @@ from test_data_reading import parquet
 from test_regenerate import chat_target
 
 from dflash.data import ChatRenderer, UnusableRow, chat_of, load_conversations, question_of
-from dflash.data.generate.prompts import read_prompts
+from dflash.data.generate.prompts import prompts_in, read_prompts
 from dflash.errors import DataError
 from dflash.train.prepare import prepare_data
-from dflash.train.resolve import resolve
+from dflash.train.resolve import resolve, settle_run
 from dflash.train.settings import RunConfig
 
 GOOD = {"messages": [user("say é"), said("yes yes")]}
@@ -73,6 +74,12 @@ def test_a_file_nested_too_deep_and_one_without_prompts_are_named(tmp_path):
     (tmp_path / "empty.jsonl").write_text("\n")
     with pytest.raises(DataError, match="there are no prompts in .*empty.jsonl"):
         read_prompts(tmp_path / "empty.jsonl")
+
+
+def test_a_file_of_prompts_to_leave_out_that_holds_none_is_refused(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"prompt": "say e"}\n{"messages": [\n')
+    with pytest.raises(DataError, match="a.jsonl holds no conversation whose prompt could be left out"):
+        prompts_in(tmp_path / "a.jsonl")
 
 
 def test_copies_of_a_conversation_are_counted(tmp_path):
@@ -179,6 +186,32 @@ def test_an_answer_that_is_not_to_be_learnt_is_not_supervised(template, mark):
     assert [token for token, kept in zip(ids, mask, strict=True) if kept] == ids_of(tokenizer, "good<|end|>")
     plain = [{"role": turn["role"], "content": turn["content"]} for turn in turns]
     assert ids == ChatRenderer(tokenizer)(chat_of({"messages": plain}))[0]
+
+
+def test_a_run_that_goes_on_another_day_has_the_ids_it_began_with(tmp_path, monkeypatch):
+    """gpt-oss, Mistral and Llama 3.2 write the date; prompts are held out by their ids, so the next day others were."""
+    save_material(tmp_path, chat_target().model, chat_tokenizer("{{ strftime_now('%d %b %Y') }}\n" + CHATML))
+    config = RunConfig.from_parameters(
+        target=str(tmp_path / "target"), data=str(tmp_path / "data.jsonl"), pack_length=128, num_captured=1, held_out=4
+    )
+
+    def found(resolved):
+        data = prepare_data(resolved)
+        return [item.input_ids for item in data.conversations], [item.input_ids for item in data.held_out]
+
+    (tmp_path / "run").mkdir()
+    began = settle_run(tmp_path / "run", config)
+    monkeypatch.setattr("dflash.train.resolve.date", Tomorrow)
+    again = settle_run(tmp_path / "run", replace(config, train=replace(config.train, steps=7)))
+    assert found(settle_run(tmp_path / "run", config)) == found(again) == found(began)
+    other = found(resolve(config))
+    assert other[0] != found(began)[0] and chat_tokenizer().decode(other[0][0]).startswith("31 Dec 2099\n<|begin|>user")
+
+
+class Tomorrow(datetime.date):
+    @classmethod
+    def today(cls):
+        return cls(2099, 12, 31)
 
 
 def test_a_chat_that_begins_with_an_answer_says_so():

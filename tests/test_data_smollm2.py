@@ -38,8 +38,10 @@ def test_written_ids_are_kept_where_text_does_not_come_back_to_them(smollm2, row
     )
 
 
-def test_tokenized_again_the_mask_is_the_answer_and_its_end_token(smollm2, rows):
-    conversations, _ = load_conversations(FILE, smollm2.tokenizer, 512, use_ids=False)
+def test_tokenized_again_the_mask_is_the_answer_and_its_end_token(smollm2, rows, tmp_path):
+    text = [{name: row[name] for name in ("messages", "finish_reason")} for row in rows]
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps(row) + "\n" for row in text))
+    conversations, _ = load_conversations(tmp_path / "text.jsonl", smollm2.tokenizer, 512)
     for item, row in zip(conversations, rows, strict=True):
         marked = [token for token, kept in zip(item.input_ids, item.loss_mask, strict=True) if kept]
         stopped = row["finish_reason"] == "stop"

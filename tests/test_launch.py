@@ -225,6 +225,20 @@ def test_what_cannot_start_says_why_and_leaves_nothing(notebook, tmp_path, capsy
     assert "could not be started: OSError: no sockets left" in capsys.readouterr().err and not list(out.parent.iterdir())
 
 
+def test_a_kernel_that_lacks_a_package_is_named_with_its_python(tmp_path, monkeypatch, capsys):
+    """papermill#418; from another folder, as the notebook's path and the report's go by the caller's."""
+    spec = tmp_path / "kernels" / "bare"
+    spec.mkdir(parents=True)
+    argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+    (spec / "kernel.json").write_text(json.dumps({"argv": argv, "display_name": "bare", "language": "python"}))
+    monkeypatch.setenv("JUPYTER_PATH", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    write_notebook(tmp_path / "n.ipynb", "x: int = 1", "import a_package_that_nobody_has")
+    assert command_line(["run", "n.ipynb", "out.ipynb", "--static", "-k", "bare"]) == CELL_FAILED
+    wanted = f"No module named 'a_package_that_nobody_has'; the kernel runs {sys.executable}: install it there (`make env`"
+    assert wanted in capsys.readouterr().err and wanted in (tmp_path / "out.ipynb").read_text()
+
+
 def test_a_cell_past_its_time_limit_is_named(tmp_path, capsys):
     path = write_notebook(tmp_path / "n.ipynb", "x: int = 1", "import time; time.sleep(60)")
     assert command_line(["run", str(path), str(tmp_path / "out.ipynb"), "--static", "--cell-timeout", "2"]) == CELL_FAILED

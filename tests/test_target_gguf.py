@@ -81,6 +81,27 @@ def test_gguf_logits_equal_the_safetensors_ones_and_memory_is_stated(tmp_path):
     assert "unpacked" not in original.describe()
 
 
+def test_a_header_is_read_once_while_the_file_stays_as_it_is(tmp_path, monkeypatch):
+    """A real one takes seconds to parse, and config, tokenizer and weights were each read from it, nine times a run."""
+    from dflash.target import loading
+
+    seen, read = [], loading.AutoConfig.from_pretrained
+    monkeypatch.setattr(
+        loading.AutoConfig, "from_pretrained", lambda *args, **more: seen.append(args) or read(*args, **more)
+    )
+    original = build("dense")
+    write_llama(tmp_path / "tiny.gguf", original.model)
+    source = resolve_source(tmp_path / "tiny.gguf")
+    first = load_config(source)
+    first.vocab_size = 3
+    assert load_config(source).vocab_size == original.config.vocab_size and len(seen) == 1
+    load_model(source, torch.float32)
+    assert len(seen) == 1
+    write_llama(tmp_path / "tiny.gguf", build("dense", vocab_size=64).model)
+    load_config(source)
+    assert len(seen) == 2
+
+
 def test_moe_gguf_keeps_normalised_routing(tmp_path):
     """The GGUF does not carry `norm_topk_prob`; transformers' own default is the wrong one for this family."""
     writer = gguf.GGUFWriter(tmp_path / "x.gguf", "qwen3moe")

@@ -65,6 +65,16 @@ def test_plain_models_keep_sdpa_and_soft_labels_refuse_capped_logits(tmp_path):
         prepare_data(resolve(config))
 
 
+def test_soft_labels_auto_are_hard_ones_for_a_target_that_caps_its_logits(tmp_path):
+    """Every recipe asked for soft labels, so each run for a Gemma 2 was refused."""
+    assert RunConfig.from_parameters().train.soft_labels == "auto"
+    for family, soft in (("Gemma2", False), ("Qwen3", True)):
+        save_material(tmp_path / family, tiny(family, vocab_size=300).model, chat_tokenizer())
+        resolved = resolve(settings(tmp_path / family))
+        assert resolved.config.train.soft_labels is soft
+        assert any("hard labels: soft ones" in note and "caps its logits" in note for note in resolved.notes) is not soft
+
+
 # -- adapters and quantised folders -----------------------------------------------------------------------------
 def adapter_files(folder, base: str | None):
     folder.mkdir(exist_ok=True)
@@ -83,6 +93,18 @@ def test_an_adapter_is_refused_as_one_where_peft_is_absent(tmp_path, monkeypatch
     where = "beside base weights" if beside else "for the base model 'someone/base'"
     with pytest.raises(TargetError, match=f"holds an adapter {where}, and merging it needs the peft package"):
         resolve_source(folder)
+
+
+def test_adapters_that_cannot_be_merged_are_named(tmp_path):
+    """Without weights one was looked for at the hub; one whose base was itself never ended."""
+    alone = adapter_files(saved(chat_target(), tmp_path / "model"), None)
+    (alone / "adapter_model.safetensors").unlink()
+    with pytest.raises(TargetError, match="holds an adapter_config.json and no adapter weights"):
+        resolve_source(alone)
+    ring = adapter_files(tmp_path / "ring", str(tmp_path / "ring"))
+    pytest.importorskip("peft")
+    with pytest.raises(TargetError, match="ring', which holds one itself"):
+        resolve_source(ring)
 
 
 @pytest.mark.parametrize("beside", [True, False])
@@ -178,6 +200,21 @@ def test_an_end_id_of_the_generation_config_alone_is_refused_as_mask(tmp_path):
     with pytest.raises(TargetError, match="mask_token_id 5 is also the end token 5"):
         resolve(settings(tmp_path, mask_token_id=5))
     assert validate_mask_token_id(5, chat_tokenizer(), 262, [2]) == 5
+
+
+@pytest.mark.parametrize("text", ["{", '{"eos_token_id": "x"}', '{"eos_token_id": [2, "</s>"]}'])
+def test_a_broken_generation_config_is_named(tmp_path, text):
+    save_material(tmp_path, chat_target().model, chat_tokenizer())
+    (tmp_path / "target" / "generation_config.json").write_text(text)
+    with pytest.raises(TargetError, match="generation_config.json cannot be read"):
+        resolve(settings(tmp_path))
+
+
+def test_a_broken_tokenizer_is_not_called_an_unknown_architecture(tmp_path):
+    save_material(tmp_path, chat_target().model, chat_tokenizer())
+    (tmp_path / "target" / "tokenizer.json").write_text('{"version": "1.0"}')
+    with pytest.raises(TargetError, match="the tokenizer of target .* could not be loaded .*files are there and whole"):
+        resolve(settings(tmp_path))
 
 
 def test_an_answer_under_a_metaspace_tokenizer_is_supervised_from_its_first_token(tmp_path):

@@ -43,6 +43,17 @@ def test_layer_ids_are_checked_before_weights_are_read(folder):
         load_target(folder, layer_ids=[9])
 
 
+def test_weights_that_nothing_uses_are_said(folder):
+    """transformers leaves them out and logs it; here the config has fewer layers than the file."""
+    config = json.loads((folder / "config.json").read_text())
+    config["num_hidden_layers"] = 3
+    config.pop("layer_types", None)
+    (folder / "config.json").write_text(json.dumps(config))
+    told = load_target(folder, layer_ids=[0]).describe()
+    assert "(9 weights of its files are not used, first model.layers.3.input_layernorm.weight)" in told
+    assert "not used" not in build("dense").describe()
+
+
 def test_missing_weights_stop_the_run(folder):
     weights = load_file(folder / "model.safetensors")
     weights["model.layers.1.mlp.up_projection.weight"] = weights.pop("model.layers.1.mlp.up_proj.weight")

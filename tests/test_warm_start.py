@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -18,6 +19,7 @@ from dflash.train.prepare import make_drafter
 from dflash.train.resolve import resolve
 from dflash.train.settings import RunConfig
 
+ROOT = Path(__file__).resolve().parents[1]
 SIZES = dict(
     vocab_size=61,
     hidden_size=32,
@@ -58,6 +60,7 @@ EXACT = {
 }
 REFUSED = {
     "Qwen2": "its copy differs from it by .* of what it adds .biases",
+    "Olmo": "its copy differs",  # its norms have no weights
     "Olmo2": "has no input_layernorm",
     "Cohere": "has no post_attention_layernorm",
     "Gemma2": "its copy differs",
@@ -79,6 +82,12 @@ def test_a_family_with_other_layers_is_refused_with_the_reason(family):
     target = tiny(family, **more)
     with pytest.raises(WarmStartError, match=f"(?s)target layer [23] .*{REFUSED[family]}.*warm_start=False"):
         warm_start(drafter_of(target), target.decoder)
+
+
+def test_a_window_of_the_targets_layers_is_said():
+    """The drafter sees the whole document, so the copy is the target's layer up to its window."""
+    target = tiny("Mistral", sliding_window=64)
+    assert "own output within its window of 64 tokens" in warm_start(drafter_of(target), target.decoder)
 
 
 def test_biases_of_zero_are_none():
@@ -140,5 +149,10 @@ def test_a_config_from_before_the_proof_means_auto(tmp_path):
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(values))
     old = RunConfig.load(tmp_path / "config.yaml")
     assert old.drafter.warm_start == "auto" and old.data.max_skipped == 1.0
+    recipe = yaml.safe_load((ROOT / "dflash" / "recipes" / "cpu.yaml").read_text())
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(recipe | {"runtime": {"gpus": "cpu"}}))
+    for file in (ROOT / "dflash" / "recipes" / "cpu.yaml", tmp_path / "mine.yaml"):  # such a file was taken for an old one
+        assert RunConfig.load(file).data.max_skipped == 0.1
+    assert RunConfig.load(ROOT / "dflash" / "recipes" / "cpu.yaml", steps=3) == RunConfig.from_parameters("cpu", steps=3)
     (tmp_path / "new.yaml").write_text(yaml.safe_dump(RunConfig.from_parameters(warm_start=True).to_dict()))
     assert RunConfig.load(tmp_path / "new.yaml").drafter.warm_start is True

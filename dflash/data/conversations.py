@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 
 from dflash.data.chat import UnusableRow, chat_of
@@ -24,8 +25,8 @@ def iter_conversations(
     *,
     block_size: int = 2,
     vocab_size: int | None = None,
-    use_ids: bool = True,
     split: str = "train",
+    day: str = "",
 ) -> Iterator[Conversation]:
     """Yield usable conversations one by one and count everything in `report`.
 
@@ -33,11 +34,11 @@ def iter_conversations(
         max_length: longer conversations are cut to it (counted).
         block_size: only counts answers shorter than a block; what has no anchor at all is skipped.
         vocab_size: ids at or above it are refused; None takes the tokenizer's.
-        use_ids: keep `prompt_ids` + `response_ids` where a row has them, instead of tokenizing its text again.
+        day: what a chat template that writes the date is given, as 2026-12-01; empty: today's.
     """
     if max_length < 2:
         raise DataError(f"max_length is {max_length}; wanted at least 2")
-    reader = _RowReader(tokenizer, use_ids)
+    reader = _RowReader(tokenizer, day)
     limit = vocab_size or (len(tokenizer) if tokenizer is not None else 2**62)
     known: set[int] = set()
     for index, (place, row) in enumerate(iter_rows(path, split)):
@@ -99,18 +100,19 @@ def refuse_skipped(report: DataReport, any_left: bool, max_skipped: float, what:
 class _RowReader:
     """Turns one row into ids and mask; keeps the renderer and the check of ids against text."""
 
-    def __init__(self, tokenizer, use_ids: bool):
-        self.tokenizer, self.use_ids = tokenizer, use_ids
+    def __init__(self, tokenizer, day: str):
+        self.tokenizer = tokenizer
+        self.template_kwargs = {"strftime_now": datetime.fromisoformat(day).strftime} if day else {}
         self.renderer: ChatRenderer | None = None
         self.compared = self.differing = 0
 
     def __call__(self, place: str, row: dict) -> tuple[list[int], list[bool], bool]:
         prompt, response = row.get("prompt_ids"), row.get("response_ids")
-        if self.use_ids and prompt is not None and response is not None:
+        if prompt is not None and response is not None:
             prompt, response = _checked_ids("prompt_ids", prompt), _checked_ids("response_ids", response)
             self._compare(place, row, response)
             return prompt + response, [False] * len(prompt) + [True] * len(response), True
-        if self.use_ids and row.get("input_ids") is not None and row.get("loss_mask") is not None:
+        if row.get("input_ids") is not None and row.get("loss_mask") is not None:
             ids = _checked_ids("input_ids", row["input_ids"])
             return ids, _checked_mask(row["loss_mask"], len(ids)), True
         chat = chat_of(row)
@@ -120,7 +122,7 @@ class _RowReader:
                 "and loss_mask, or data='random:24' for 24 packs of random ids"
             )
         if self.renderer is None:
-            self.renderer = ChatRenderer(self.tokenizer)
+            self.renderer = ChatRenderer(self.tokenizer, template_kwargs=self.template_kwargs)
         try:
             ids, mask = self.renderer(chat)
         except ConstantMaskError as error:
@@ -150,7 +152,7 @@ class _RowReader:
             raise DataError(
                 f"{place}: response_ids decode to {decoded[:40]!r}, the text is {text[:40]!r}; the ids were "
                 f"written by another tokenizer than '{self.tokenizer.name_or_path}'. Give the target "
-                "they belong to, or use_ids=False to tokenize the text again"
+                "they belong to, or take prompt_ids and response_ids out of the rows, and their text is tokenized again"
             )
 
 

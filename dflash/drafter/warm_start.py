@@ -55,7 +55,15 @@ def warm_start(drafter: DFlashDrafter, decoder: nn.Module) -> str:
         _prove(layer, layers[index], *states[index], index)
     bare = [index for index in chosen if getattr(layers[index].self_attn, "q_norm", None) is None]
     said = f"warm start: target layers {', '.join(map(str, chosen))} copied, each gives the target's own output"
+    windows = {_window(layers[index].self_attn) for index in chosen} - {None}
+    said += f" within its window of {min(windows):,} tokens" if windows else ""
     return said + (", up to the query and key norms, which the target's layers do not have" if bare else "")
+
+
+def _window(attention: nn.Module) -> int | None:
+    """Context tokens that a target's layer sees; None: all. The row that proves a copy is shorter than most windows."""
+    ours = "sliding_window" in vars(attention)
+    return attention.sliding_window if ours else getattr(getattr(attention, "config", None), "sliding_window", None)
 
 
 def _run(decoder: nn.Module, chosen: list[int], vocab_size: int) -> dict[int, tuple[Tensor, Tensor]]:
@@ -139,7 +147,7 @@ def _copy_layer(layer: nn.Module, source: nn.Module, index: int) -> None:
 
 def _scale(norm: nn.Module, size: int) -> Tensor:
     """What an RMS norm multiplies each feature by, [size] float32: its output for a constant input."""
-    weight = next(norm.parameters())
+    weight = next(norm.parameters(), torch.empty(0))  # some norms have none
     return norm(torch.full((1, size), 100.0, device=weight.device, dtype=weight.dtype))[0].float()
 
 

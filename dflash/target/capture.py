@@ -370,7 +370,9 @@ def load_target(
         validate_layer_ids(layer_ids, config.num_hidden_layers)
     tokenizer = load_tokenizer(source, config)
     model = load_model(source, dtype, attention, device)
-    target = Target(model, tokenizer, layer_ids, source.name, note=source.size_note)
+    unused = getattr(model, "unused_weights", ())  # biases that this architecture has not, layers past the config's last
+    left = f" ({len(unused)} weights of its files are not used, first {unused[0]})" if unused else ""
+    target = Target(model, tokenizer, layer_ids, source.name, note=source.size_note + left)
     if self_test and not source.random:  # a random one is what this package made it
         target.self_test()
     if fast:

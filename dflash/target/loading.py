@@ -198,6 +198,7 @@ def load_model(
     except Exception as error:
         raise TargetError(_explain(source, error)) from error
     _refuse_incomplete(source, model, info)
+    model.unused_weights = sorted(str(key) for key in info.get("unexpected_keys", ()))
     return model.eval().requires_grad_(False).to(device)
 
 

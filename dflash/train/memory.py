@@ -81,7 +81,7 @@ def estimate(
     found = {device: DeviceMemory() for device in topology.devices}
     captured = len(config.target.target_layers or ()) or min(config.target.num_captured, target_config.num_hidden_layers)
     hidden, tokens = drafter_config.hidden_size, config.data.pack_length
-    soft = config.train.soft_labels
+    soft = bool(config.train.soft_labels)
     target_dtype = compute_dtype(config.target.target_dtype, topology.targets[0][0])
     row = (captured + soft) * hidden  # features of one token that cross
     weights, _ = count_parameters(target_config)
@@ -199,7 +199,7 @@ def _step_bytes(config: RunConfig, drafter: DrafterConfig, captured: int, size: 
         layer += slots * ((2 if fused else 6 + 4 * taps) * h + 4 * taps * h // drafter.conv_group_size)
     chunk = CHUNK_ROWS if fused else DEFAULT_CHUNK_ROWS
     teachers = tokens * -math.expm1(-rows / tokens) * min(1, chunk / max(1, rows))  # of a chunk: blocks overlap, at random
-    teachers = int(teachers) * config.train.soft_labels
+    teachers = int(teachers) * bool(config.train.soft_labels)
     head = peak_bytes(rows, drafter.draft_vocab_size or drafter.vocab_size, chunk, size, teachers, fused)
     if drafter.has_selector:  # codebook rows of the candidates, their scores and gradients
         head += rows * drafter.selector_top_k * (2 * drafter.selector_rank * size + 32)

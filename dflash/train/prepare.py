@@ -89,6 +89,7 @@ def prepare_data(resolved: ResolvedRun) -> Data:
         "block_size": config.drafter.block_size,
         "vocab_size": target.vocab_size,
         "max_skipped": options.max_skipped,
+        "day": resolved.day,
     }
     conversations, report = load_conversations(options.data, tokenizer, **read)
     if target.random:

@@ -21,6 +21,11 @@ def recipe_names() -> list[str]:
     return sorted(path.stem for path in FOLDER.glob("*.yaml"))
 
 
+def is_recipe_file(path: str | Path) -> bool:
+    """Whether this is the file of one of them, and not a copy."""
+    return Path(path).resolve().parent == FOLDER and Path(path).stem in recipe_names()
+
+
 def choose_recipe(packaged: bool, gpus: Any) -> str:
     """The recipe for "auto": `cpu` where the drafters run on the CPU, `gpu` for the packaged target, `large` for others."""
     if is_cpu(gpus) or not available_gpus():

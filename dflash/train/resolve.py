@@ -14,6 +14,7 @@ import hashlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,7 @@ class Before:
     packs_per_step: int = 0
     packs_asked: int = 0
     attention: str | None = None
+    day: str | None = None
 
 
 def resolve(
@@ -86,6 +88,7 @@ def settle_run(run_path: str | os.PathLike[str], config: RunConfig, *, nodes: in
         before = replace(
             before, packs_per_step=was.train.packs_per_step, packs_asked=found.packs_asked, attention=was.drafter.attention
         )
+        before = replace(before, day=found.day)
     resolved = resolve(config, before, nodes=nodes, ask_gpus=ask_gpus)
     resolved.save(run_path)
     return resolved
@@ -110,11 +113,7 @@ def _settle(config: RunConfig, topology: Topology, before: Before, nodes: int, g
     shape = load_config(source)
     tokenizer = load_tokenizer(source, shape)
     ends = declared_end_ids(source, shape, tokenizer)
-    if config.train.soft_labels and getattr(shape, "final_logit_softcapping", None) is not None:
-        raise ConfigError(
-            f"soft_labels compares with the plain logits of a head, and '{config.target.target}' caps its logits; use "
-            "soft_labels=False"
-        )
+    soft, notes = _soft_labels(config, shape)
     start = None if config.drafter.start_from is None else drafter_layout(config.drafter.start_from)
     target, options = config.target, config.drafter
     if start is not None:
@@ -133,7 +132,6 @@ def _settle(config: RunConfig, topology: Topology, before: Before, nodes: int, g
     elif random_packs(config.data.data) is not None:
         mask = choose_mask_token_id(tokenizer, shape.vocab_size, ends)
     warm = options.warm_start if not is_random(target.target) else False  # its layers are noise
-    notes: list[str] = []
     attention = _attention(options, drafter, topology.drafters[0], before, notes)
     first = topology.targets[0]
     target_dtype = _dtype("target_dtype", target.target_dtype, first[0], before.target_dtype, notes)
@@ -148,7 +146,7 @@ def _settle(config: RunConfig, topology: Topology, before: Before, nodes: int, g
             fast_capture=target.fast_capture and len(first) == 1,
         ),
         drafter=replace(options, mask_token_id=mask, attention=attention, warm_start=warm),
-        train=replace(config.train, dtype=dtype, packs_per_step=packs),
+        train=replace(config.train, dtype=dtype, packs_per_step=packs, soft_labels=soft),
     )
     facts = TargetFacts(
         source.name, shape.model_type, shape.num_hidden_layers, shape.hidden_size, shape.vocab_size, tuple(ends)
@@ -165,12 +163,27 @@ def _settle(config: RunConfig, topology: Topology, before: Before, nodes: int, g
         fused=fast_path.fits(topology.drafters[0], drafter.head_dim) and config.runtime.drafter_parallel == "replicate",
         memory={},
         notes=tuple(notes),
+        day=date.today().isoformat() if before.day is None else before.day,
     )
     return resolved, shape
 
 
 def _digest(config: RunConfig) -> str:
     return hashlib.blake2b(repr(config).encode(), digest_size=8).hexdigest()
+
+
+def _soft_labels(config: RunConfig, shape: Any) -> tuple[bool, list[str]]:
+    """Whether the loss compares with the target's distribution, and a note where "auto" has to leave that out: it is made
+    from the plain logits of a head. Raises ConfigError for True with a target that caps its logits."""
+    asked, name = config.train.soft_labels, config.target.target
+    if not asked or getattr(shape, "final_logit_softcapping", None) is None:
+        return bool(asked), []
+    if asked is True:
+        raise ConfigError(
+            f"soft_labels compares with the plain logits of a head, and '{name}' caps its logits; use "
+            "soft_labels=False, or auto"
+        )
+    return False, [f"hard labels: soft ones compare with the plain logits of a head, and '{name}' caps its logits"]
 
 
 # -- the drafter's shape -------------------------------------------------------------------------------------------

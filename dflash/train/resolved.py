@@ -56,6 +56,7 @@ class ResolvedRun:
         fused: whether the drafter trains over the Triton kernels (`drafter.fast_path`).
         memory: what each device will hold; empty where it was not estimated.
         notes: what came out otherwise than asked, one sentence each.
+        day: the date that chat templates write, as 2026-12-01: a run that goes on has the ids it began with. Empty: today's.
     """
 
     asked: str
@@ -69,6 +70,7 @@ class ResolvedRun:
     fused: bool
     memory: Mapping[torch.device, DeviceMemory]
     notes: tuple[str, ...] = ()
+    day: str = ""
 
     @property
     def layer_ids(self) -> list[int]:
@@ -108,6 +110,7 @@ class ResolvedRun:
             "fused": self.fused,
             "memory": {str(device): {"have": m.have, "parts": m.parts} for device, m in self.memory.items()},
             "notes": list(self.notes),
+            "day": self.day,
             "settings": self.config.to_dict(),
         }
 
@@ -122,6 +125,7 @@ class ResolvedRun:
             drafter=DrafterConfig.from_dict(values["drafter"]),
             memory={torch.device(name): DeviceMemory(m["parts"], m["have"]) for name, m in values["memory"].items()},
             notes=tuple(values["notes"]),
+            day=values.get("day", ""),
         )
 
     def save(self, run_path: str | os.PathLike[str]) -> None:

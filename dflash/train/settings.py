@@ -24,7 +24,7 @@ from dflash.drafter.objective import MISSING, refuse_objective
 from dflash.errors import ConfigError, refuse_below, refuse_seed, refuse_unknown
 from dflash.runs.sinks import sink_names
 from dflash.train.optimizer import OPTIMIZERS, SCHEDULES
-from dflash.train.recipes import AUTO, choose_recipe, read_recipe
+from dflash.train.recipes import AUTO, choose_recipe, is_recipe_file, read_recipe
 from dflash.train.values import coerce
 
 MOST_PACKS_A_STEP = 4096
@@ -156,7 +156,7 @@ class TrainOptions:
     max_grad_norm: float = 1.0
     position_weights: str = "decay"  # slot weights: "decay" by gamma, or by the "acceptance" of their block (D-PACE)
     gamma: float | None  # decay of slot weights; None: uniform; 0: slot 1 only
-    soft_labels: bool  # a loss to the target's distribution instead of cross entropy to the token
+    soft_labels: bool | str = "auto"  # a loss to the target's distribution, not to the token; "auto": but for capped logits
     loss_fn: str = (
         "kl"  # that loss: "kl", "tv" (total variation), "lk" (-log of the acceptance) or "lk_hybrid" (kl, then tv)
     )
@@ -202,6 +202,9 @@ class TrainOptions:
         _require(
             self.gamma is None or (math.isfinite(self.gamma) and self.gamma >= 0),
             f"gamma must be a finite number >= 0 or None (uniform weights), got {self.gamma}",
+        )
+        _require(
+            self.soft_labels in (True, False, "auto"), f"soft_labels must be auto, true or false, got {self.soft_labels!r}"
         )
         _require(
             self.reduction in ("weight_mean", "token_mean"),
@@ -329,7 +332,11 @@ class RunConfig:
 
     @classmethod
     def load(cls, path: str | Path, **changes: Any) -> RunConfig:
-        """Read a config.yaml, with `changes` by flat name. Raises ConfigError naming the file when it is not one."""
+        """Read a config.yaml, with `changes` by flat name; the file of a recipe is that recipe.
+
+        Raises: ConfigError naming the file when it is neither."""
+        if is_recipe_file(path):
+            return cls.from_parameters(**{"recipe": Path(path).stem, **changes})
         try:
             values = yaml.safe_load(Path(path).read_text())
         except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -376,15 +383,16 @@ RECIPE_SETTINGS = tuple(  # settings without a default: each recipe says them
 
 
 def _as_it_was(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The config of a run that was made before `max_skipped` was a setting: it had no limit, and warm starts unproved."""
-    data, drafter = values.get("data"), values.get("drafter")
-    whole = isinstance(data, Mapping) and all(
-        f.name in data for f in dataclasses.fields(DataOptions) if f.name != "max_skipped"
-    )
-    if not whole or "max_skipped" in data:
+    """The config of a run that was made before `max_skipped` was a setting: it had no limit, and warm starts unproved. A
+    run's own file has every setting of its time, which a recipe or a file by hand has not."""
+    sections = [values.get(section) for section in ("data", "drafter", "train", "runtime")]
+    if not all(isinstance(section, Mapping) for section in sections):
         return values
-    warm = {"warm_start": "auto"} if isinstance(drafter, Mapping) and drafter.get("warm_start") is True else {}
-    return {**values, "data": {**data, "max_skipped": 1.0}} | ({"drafter": {**drafter, **warm}} if warm else {})
+    data, drafter, train, runtime = sections
+    if "max_skipped" in data or not ("betas" in train and "watchdog_seconds" in runtime):
+        return values
+    warm = {"warm_start": "auto"} if drafter.get("warm_start") is True else {}
+    return {**values, "data": {**data, "max_skipped": 1.0}, "drafter": {**drafter, **warm}}
 
 
 def setting_names() -> list[str]:

@@ -22,7 +22,7 @@ import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +91,7 @@ def run_notebook(
             f"go on with it: dflash train --config {out.parent / 'config.yaml'} --resume"
         )
     kernel = kernel or source.metadata.get("kernelspec", {}).get("name") or "python3"
-    _refuse_kernel(kernel)
+    python = _python_of(kernel)
     before = out.exists()
     out.parent.mkdir(parents=True, exist_ok=True)
     start, code, reason = time.monotonic(), OK, ""
@@ -122,7 +122,7 @@ def run_notebook(
                 out.unlink(missing_ok=True)  # papermill writes an untouched copy before it starts a kernel
             raise RunError(f"{notebook} could not be started: {reason}") from error
         code = CELL_FAILED
-    launched = _conclude(code, out, time.monotonic() - start, static, reason)
+    launched = _conclude(code, out, time.monotonic() - start, static, reason, python)
     if launched.code == KILLED:
         said.seek(0)
         print(*said.read().splitlines()[-20:], sep="\n", file=sys.stderr)
@@ -144,22 +144,22 @@ def _quiet_kernels(said: Any) -> type:
     return QuietKernels
 
 
-def _refuse_kernel(name: str) -> None:
-    """RunError for a kernel that is not installed, with those that are."""
+def _python_of(name: str) -> str:
+    """What a kernel runs. RunError for one that is not installed, with those that are."""
     from jupyter_client.kernelspec import KernelSpecManager, NoSuchKernel
 
     kernels = KernelSpecManager()
     try:
-        kernels.get_kernel_spec(name)
+        return kernels.get_kernel_spec(name).argv[0]
     except NoSuchKernel:
         there = ", ".join(sorted(kernels.find_kernel_specs())) or "none; pip install ipykernel"
         raise RunError(f"there is no kernel {name!r}; name one with -k, there are: {there}") from None
 
 
-def _conclude(code: int, out: Path, seconds: float, static: bool, reason: str = "") -> Launched:
+def _conclude(code: int, out: Path, seconds: float, static: bool, reason: str = "", python: str = "") -> Launched:
     """Judge the output by its cells, mark what papermill leaves unmarked, and build the report.
 
-    `reason`: what ended it, if no cell raised that (a time limit, for example).
+    `reason`: what ended it, if no cell raised that (a time limit, for example). `python`: what the kernel runs.
     """
     executed = nbformat.read(out, as_version=4)
     outcome = verdict(executed)
@@ -167,6 +167,9 @@ def _conclude(code: int, out: Path, seconds: float, static: bool, reason: str = 
         code = KILLED if outcome.status == "killed" else CELL_FAILED
     if reason:
         outcome = Verdict("failed", outcome.cell, outcome.source, reason, outcome.traceback)
+    if outcome.error.startswith("ModuleNotFoundError") and python:
+        hint = f"the kernel runs {python}: install it there (`make env` makes an environment), or choose a kernel with -k"
+        outcome = replace(outcome, error=f"{outcome.error}; {hint}")
     if code == INTERRUPTED and outcome.status == "killed":
         outcome = Verdict("failed", outcome.cell, outcome.source, "KeyboardInterrupt: interrupted while this cell ran")
     if code != OK:

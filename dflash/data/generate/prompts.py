@@ -153,7 +153,8 @@ def make_prompts(exclude: Iterable[str] = (), limit: int | None = None) -> list[
 
 
 def prompts_in(path: str | Path) -> set[str]:
-    """The first user message of every conversation in a data file (any kind that `dflash.data` reads)."""
+    """The first user message of every conversation in a data file (any kind that `dflash.data` reads). DataError for a file
+    without any: nothing would be left out."""
     found = set()
     for _, row in iter_rows(path):
         try:
@@ -161,6 +162,8 @@ def prompts_in(path: str | Path) -> set[str]:
         except UnusableRow:
             continue
         found.update([turn.content for turn in turns if turn.role == "user"][:1])
+    if not found:
+        raise DataError(f"{path} holds no conversation whose prompt could be left out; give a data file, or no --exclude")
     return found
 
 

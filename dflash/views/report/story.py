@@ -87,7 +87,8 @@ def what_ran(config: dict[str, Any]) -> str:
     if get("pack_length") is not None:
         anchors = f" and up to {get('max_anchors')} anchors" if get("max_anchors") is not None else ""
         parts.append(f"packs of {get('pack_length'):,} tokens{anchors}")
-    labels = {True: "soft labels", False: "hard labels"}.get(get("soft_labels", "use_soft_labels"))
+    kinds = {True: "soft labels", False: "hard labels", "auto": "soft labels, hard ones where the target caps its logits"}
+    labels = kinds.get(get("soft_labels", "use_soft_labels"))
     if labels:
         parts.append(labels)
     if get("warm_start") is not None:
