@@ -21,6 +21,8 @@ from dflash.runs.record import read_metrics
 from dflash.train.prepare import prepare, prepare_data
 from dflash.train.resolve import resolve
 from dflash.train.settings import RunConfig
+from dflash.views.dashboard.series import RunSeries
+from dflash.views.report.story import findings
 
 RAIN = {"type": "object", "properties": {"c": {"type": "string"}}}
 TOOLS = [{"type": "function", "function": {"name": "rain", "description": "Does it rain?", "parameters": RAIN}}]
@@ -281,6 +283,10 @@ def test_a_run_on_such_a_file_ends_well_and_its_record_names_each_bad_row(tmp_pa
     logged = "\n".join(record["message"] for record in read_metrics(run.path)[0] if record["kind"] == "log")
     for reason, line in at.items():
         assert reason in logged and f"data.jsonl line {line}" in logged
+    series = RunSeries(run.path)
+    series.follow()
+    told = f"{len(BAD)} of the {len(BAD) + 1004:,} rows of {tmp_path / 'data.jsonl'} were left out"
+    assert any(told in finding.text for finding in findings(series, "completed"))
 
 
 def test_too_many_bad_rows_stop_the_run_with_the_table_before_the_target_is_loaded(tmp_path, monkeypatch):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from chat_tokenizer import chat_tokenizer, save_material
+from test_regenerate import chat_target
 from tiny_models import random_drafter, tiny_target
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -14,6 +16,8 @@ from dflash.drafter.model import DFlashDrafter
 from dflash.target.capture import Target
 from dflash.train.memory import GIB, MemoryEstimateError, count_parameters, estimate, refuse_what_does_not_fit
 from dflash.train.plan import Planner
+from dflash.train.prepare import prepare_data, with_vocabulary
+from dflash.train.resolve import resolve
 from dflash.train.settings import RunConfig
 from dflash.train.step import Replica
 from dflash.train.topology import decide
@@ -180,6 +184,19 @@ def test_the_estimate_is_within_a_tenth_of_the_measured_peak(changes):
     assert estimated.need == pytest.approx(measured, rel=0.1), estimated.parts
 
 
+def test_a_draft_vocabulary_that_the_text_decides_is_in_the_estimate_once_the_text_is_read(tmp_path):
+    """The CPU's recipe has one: for SmolLM2 the logits of 49,152 tokens were counted, twice the measured peak."""
+    save_material(tmp_path, chat_target().model, chat_tokenizer())
+    options = dict(target=str(tmp_path / "target"), data=str(tmp_path / "data.jsonl"), num_captured=1, held_out=2)
+    resolved = resolve(RunConfig.from_parameters(draft_vocab=0, pack_length=128, **options))
+    data = prepare_data(resolved)
+    size = len({token for c in data.conversations for token, kept in zip(c.input_ids, c.loss_mask, strict=True) if kept})
+    named = resolve(RunConfig.from_parameters(draft_vocab=size, pack_length=128, **options))
+    before, after, wanted = (run.memory[torch.device("cpu")] for run in (resolved, with_vocabulary(resolved, data), named))
+    assert 2 < size < 30 and after.parts == wanted.parts and after.need < before.need
+    assert with_vocabulary(named, data) is named
+
+
 GPU_SHAPES = {
     "train-gpu": dict(
         target="smollm2", data="random:8", num_captured=5, drafter_layers=4, max_anchors=512, pack_length=4096, gamma=4.0
@@ -201,7 +218,6 @@ GPU_SHAPES = {
 def test_the_estimate_is_within_a_tenth_of_a_gpus_peak(tmp_path, shape):
     """Tensors alone: the estimate's part for the CUDA context is no tensor."""
     from dflash.launch.run import start_run, train_run
-    from dflash.train.resolve import resolve
 
     options = dict(gpus="0", steps=4, eval_every=0, checkpoint_every=0, warm_start=False, features="online", held_out=0)
     config = RunConfig.from_parameters(**options | GPU_SHAPES[shape])

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from dflash.data.rendering import ChatRenderer
 
 _UNSPLITTABLE = "the chat template cannot be split at an assistant turn"
+_UNWRITTEN = "tool calls that the chat template does not write"
 _MARKS = 0x100000  # first code point of the marks: the last private plane, which no font uses
 _PER_TURN = 6
 _OPENINGS = r"<(?:\w+:)?think(?:ing)?>|\[THINK\]|<\|START_THINKING\|>|<\|channel>thought|◁think▷"
@@ -94,7 +95,7 @@ class Rendering:
             as_python = not self.as_text and any(call.arguments and str(call.arguments) in whole for call in calls)
             if not as_python and all(call.name in whole for call in calls):
                 return whole
-            problem = problem or UnusableRow("tool calls that the chat template does not write")
+            problem = problem or UnusableRow(_UNWRITTEN)
         raise problem
 
     def spans(self) -> list[Span]:
@@ -168,8 +169,12 @@ class Rendering:
             self.notes.append("thoughts that the chat template leaves out")
         answer = (answer_open[0], answer_close[0]) if answer_open else None
         calls = (calls_open[0], calls_close[0]) if calls_open and calls_close else None  # names may be written again later
-        if (turn.calls and not calls) or (answer is None and calls is None) or (answer and answer[0] > answer[1]):
-            raise UnusableRow("an answer that the chat template leaves out" if answer is None else _UNSPLITTABLE)
+        if turn.calls and not calls:  # none of them, or not the last
+            raise UnusableRow(_UNWRITTEN)
+        if answer is None and calls is None:
+            raise UnusableRow("an answer that the chat template leaves out")
+        if answer and answer[0] > answer[1]:
+            raise UnusableRow(_UNSPLITTABLE)
         if answer is None and parts_of(turn)[2].strip():
             self.notes.append("text beside tool calls that the chat template leaves out")
         return _Places(thought[0] if thought else None, answer, calls)

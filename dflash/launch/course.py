@@ -19,7 +19,7 @@ from dflash.target.features import FeatureSource
 from dflash.train.checkpoint import checkpoint_folder
 from dflash.train.expected import expected_band
 from dflash.train.loop import Outcome, Trainer
-from dflash.train.prepare import Data, prepare_data
+from dflash.train.prepare import Data, prepare_data, with_vocabulary
 from dflash.train.resolved import ResolvedRun
 from dflash.train.resume import same_plan, save_training
 from dflash.train.step import Engine
@@ -91,10 +91,16 @@ class Course:
         if devices:
             held.enter_context(DeviceSampler(self.run.metrics, devices))
         tell = self.say if place.leads else lambda line: None
-        _each(tell, resolved.table())
         data = self.data = self.data or prepare_data(resolved)
+        resolved = self.resolved = with_vocabulary(resolved, data)
+        if place.leads:
+            resolved.save(self.run.path)
+        _each(tell, resolved.table())
         tell(f"{len(data.conversations)} conversations in {len(data.train_packs)} packs, {len(data.held_out)} held out")
         _each(tell, data.report.table())
+        if place.leads:
+            told = {"rows": data.report.rows, "left_out": data.report.unusable, "warnings": data.report.warnings}
+            self.run.metrics.write("data", source=data.report.source, **told)
         state = place.load_state(self.say) if resume else None
         held.enter_context(one_host_thread(resolved.topology.devices))
         engine = place.prepare(resolved, data, 1 if state is None else state["step"] + 1, self.say)

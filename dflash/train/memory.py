@@ -57,6 +57,11 @@ class DeviceMemory:
         return f"about {self.need / GIB:.1f}{of} GiB" + (f" ({shown})" if shown else "")
 
 
+WHOLE_VOCABULARY = (
+    "the memory is that of the whole vocabulary; with draft_vocab=0 it is less, and known once the text is read"
+)
+
+
 def count_parameters(target_config: Any) -> tuple[int, int]:
     """Weights of a target and those of its input embedding, by building it without memory."""
     from transformers import AutoModelForCausalLM

@@ -39,6 +39,7 @@ from dflash.target.loading import load_config, load_tokenizer, resolve_source
 from dflash.target.random_weights import RandomHead
 from dflash.target.speed import preflight
 from dflash.target.spread import shard_target
+from dflash.train.memory import estimate, refuse_what_does_not_fit
 from dflash.train.plan import Planner
 from dflash.train.resolved import ResolvedRun
 from dflash.views.style import duration
@@ -122,6 +123,21 @@ def prepare_data(resolved: ResolvedRun) -> Data:
     packs = make_packs(train, options.pack_length, seed=seed, pad_token_id=pad)
     held_out_packs = make_packs(held_out, options.pack_length, pad_token_id=pad) if held_out else []
     return Data(train, held_out, packs, held_out_packs, report, mask, tokenizer)
+
+
+def with_vocabulary(resolved: ResolvedRun, data: Data) -> ResolvedRun:
+    """The run with the memory of the draft vocabulary that its text gives (`draft_vocab=0`); until the text is read, that of
+    the whole vocabulary stands there. Raises MemoryEstimateError."""
+    options = resolved.config.drafter
+    if options.draft_vocab != 0 or options.start_from is not None or not resolved.memory:
+        return resolved
+    ids = frequent_tokens(data.conversations, 0, resolved.target.end_ids)
+    shape = replace(resolved.drafter, draft_vocab_size=ids.numel())
+    have = {device: memory.have for device, memory in resolved.memory.items()}
+    target = load_config(resolve_source(resolved.target.name))
+    memory = estimate(resolved.config, shape, target, resolved.topology, have)
+    refuse_what_does_not_fit(memory, resolved.config)
+    return replace(resolved, memory=memory)
 
 
 def _part(conversations: list[Conversation], held_out: int) -> tuple[list[Conversation], list[Conversation]]:

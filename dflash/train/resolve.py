@@ -72,7 +72,11 @@ def resolve(
     _make_cache_folder(resolved.config.train.cache_dir)
     unknown = {} if ask_gpus else {device: None for device in resolved.topology.devices if device.type == "cuda"}
     memory = estimate(resolved.config, resolved.drafter, shape, resolved.topology, unknown)
-    refuse_what_does_not_fit(memory, resolved.config)
+    least = memory
+    if resolved.config.drafter.draft_vocab == 0 and resolved.config.drafter.start_from is None:  # see `with_vocabulary`
+        smallest = replace(resolved.drafter, draft_vocab_size=1)
+        least = estimate(resolved.config, smallest, shape, resolved.topology, unknown)
+    refuse_what_does_not_fit(least, resolved.config)
     return replace(resolved, memory=memory)
 
 

@@ -162,6 +162,7 @@ class RunSeries:
         self.first_eval: dict[str, Any] = {}
         self.best_eval: dict[str, Any] = {}
         self.planned_steps: int | None = None
+        self.data: dict[str, Any] = {}  # rows of its file, and how many of them were left out
         self.control: str | None = None
         self.answers: dict[str, float] = {}  # control state -> when it was last reached
         self.skipped: dict[str, int] = {}
@@ -369,6 +370,9 @@ class RunSeries:
     def _on_fault(self, record: dict[str, Any], at: float) -> None:
         self.faults.append(record)
         del self.faults[:-50]
+
+    def _on_data(self, record: dict[str, Any], at: float) -> None:
+        self.data = record
 
     def _on_plan(self, record: dict[str, Any], at: float) -> None:
         self.planned_steps = record.get("steps")

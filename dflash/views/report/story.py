@@ -210,9 +210,19 @@ def findings(series: RunSeries, status: str) -> list[Finding]:
     lost = (series.run_end or {}).get("dropped_records")
     if lost:
         found.append(Finding("bad", f"{lost} records could not be written (a full disk?): the curves have gaps."))
-    found += _skips(series) + _curves(series) + _devices(series)
+    found += _data(series) + _skips(series) + _curves(series) + _devices(series)
     order = {"bad": 0, "odd": 1, "note": 2}
     return sorted(found, key=lambda finding: order[finding.level])
+
+
+def _data(series: RunSeries) -> list[Finding]:
+    found = [Finding("odd", _first_line(warning)) for warning in series.data.get("warnings", ())]
+    left_out = series.data.get("left_out")
+    if left_out:
+        rows, source = series.data["rows"], series.data["source"]
+        text = f"{left_out:,} of the {rows:,} rows of {source} were left out; the log names them with the reasons."
+        found.append(Finding("odd", text))
+    return found
 
 
 def _skips(series: RunSeries) -> list[Finding]:
