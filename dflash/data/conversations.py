@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from datetime import datetime
 from pathlib import Path
 
 from dflash.data.chat import UnusableRow, chat_of
@@ -101,8 +100,7 @@ class _RowReader:
     """Turns one row into ids and mask; keeps the renderer and the check of ids against text."""
 
     def __init__(self, tokenizer, day: str):
-        self.tokenizer = tokenizer
-        self.template_kwargs = {"strftime_now": datetime.fromisoformat(day).strftime} if day else {}
+        self.tokenizer, self.day = tokenizer, day
         self.renderer: ChatRenderer | None = None
         self.compared = self.differing = 0
 
@@ -122,7 +120,7 @@ class _RowReader:
                 "and loss_mask, or data='random:24' for 24 packs of random ids"
             )
         if self.renderer is None:
-            self.renderer = ChatRenderer(self.tokenizer, template_kwargs=self.template_kwargs)
+            self.renderer = ChatRenderer(self.tokenizer, day=self.day)
         try:
             ids, mask = self.renderer(chat)
         except ConstantMaskError as error:

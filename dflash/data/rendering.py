@@ -7,15 +7,18 @@ never masked wrongly.
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from collections.abc import Callable
+from datetime import datetime
 
 from dflash.data.chat import Chat, UnusableRow, chat_of
 from dflash.data.spans import Rendering, Span, parts_of, refused
 from dflash.errors import DataError
 
 _GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_NOW = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
 
 
 class ConstantMaskError(DataError):
@@ -28,11 +31,12 @@ class ChatRenderer:
     Args:
         tokenizer: a transformers tokenizer with a chat template (or give `template`).
         template: replaces the tokenizer's own. template_kwargs: passed on to it (for instance `enable_thinking`).
+        day: the date that it writes where it asks for today's, as 2026-12-01; empty: today's.
 
     `notes` counts what a template left out of chats that are used all the same.
     """
 
-    def __init__(self, tokenizer, template: str | None = None, template_kwargs: dict | None = None):
+    def __init__(self, tokenizer, template: str | None = None, template_kwargs: dict | None = None, day: str = ""):
         self.tokenizer = tokenizer
         self.template = template or tokenizer.chat_template
         self.kwargs = dict(template_kwargs or {})
@@ -45,6 +49,9 @@ class ChatRenderer:
             )
         if isinstance(self.template, dict):
             self.template = self.template.get("default") or next(iter(self.template.values()))
+        if day:  # templates take no functions, so the calls are written out
+            date = datetime.fromisoformat(day)
+            self.template = _NOW.sub(lambda call: json.dumps(date.strftime(call[2])), self.template)
         added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
         names = dict.fromkeys([*tokenizer.all_special_tokens, *added])
         self.special = [name for name in names if "think" not in name.lower()]  # a thought's markers are ordinary text

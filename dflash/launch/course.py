@@ -93,8 +93,6 @@ class Course:
         tell = self.say if place.leads else lambda line: None
         data = self.data = self.data or prepare_data(resolved)
         resolved = self.resolved = with_vocabulary(resolved, data)
-        if place.leads:
-            resolved.save(self.run.path)
         _each(tell, resolved.table())
         tell(f"{len(data.conversations)} conversations in {len(data.train_packs)} packs, {len(data.held_out)} held out")
         _each(tell, data.report.table())
