@@ -24,7 +24,7 @@ from dflash.drafter.objective import MISSING, refuse_objective
 from dflash.errors import ConfigError, refuse_below, refuse_seed, refuse_unknown
 from dflash.runs.sinks import sink_names
 from dflash.train.optimizer import OPTIMIZERS, SCHEDULES
-from dflash.train.recipes import AUTO, choose_recipe, is_recipe_file, read_recipe
+from dflash.train.recipes import AUTO, EXPECTED, choose_recipe, is_recipe_file, read_recipe
 from dflash.train.values import coerce
 
 MOST_PACKS_A_STEP = 4096
@@ -343,6 +343,7 @@ class RunConfig:
             raise ConfigError(f"cannot read the config file {path}: {' '.join(str(error).split())}") from None
         if not isinstance(values, Mapping):
             raise ConfigError(f"{path} must hold sections {', '.join(_SECTIONS)}, got {type(values).__name__}")
+        values = {name: value for name, value in values.items() if name != EXPECTED}  # a copy of a recipe has it
         return cls.from_dict(_as_it_was(values), **changes)
 
     def brief(self) -> str:
