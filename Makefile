@@ -61,7 +61,7 @@ $(SERVE)/ready: requirements-serve.txt tools/make_serve_env.py
 
 # make test-serve   drafters in both layouts, served by that vLLM and compared with our own decoding
 test-serve: env serve-env
-	DFLASH_SERVE_ENV=$(CURDIR)/$(SERVE) $(BIN)/python -m pytest -q -s -m serve
+	DFLASH_SERVE_ENV=$(CURDIR)/$(SERVE) $(BIN)/python -m pytest -q -s -m serve $$(grep -l 'mark\.serve$$' tests/test_*.py)
 
 # make soak   2,000 steps on the CPU with a fault every 100, compared with an unbroken run (2.5 minutes on two cores)
 soak: env

@@ -324,6 +324,14 @@ def test_options_that_cannot_work():
             ["torch.OutOfMemoryError: no room", "RuntimeError: Engine core initialization failed. See above"],
             "torch.OutOfMemoryError: no room",
         ),
+        (
+            [
+                "pydantic_core._pydantic_core.ValidationError: 1 validation error for VllmConfig",
+                "  Value error, Runner V1 does not support: heads [type=value_error, input_value=Args(()), input_type=A]",
+                "    For further information visit https://errors.pydantic.dev/2.14/v/value_error",
+            ],
+            "Runner V1 does not support: heads",
+        ),
         (["vllm: error: unrecognized arguments: --x"], "vllm: error: unrecognized arguments: --x"),
         (["only this"], "only this"),
         ([], "it wrote nothing"),

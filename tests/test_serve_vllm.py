@@ -128,6 +128,6 @@ def test_a_second_kind_needs_another_server(tiny_run, python, tmp_path):
     drafter = random_drafter(target, block_size=5, drafter_kind="dflash2", selector_rank=8, selector_top_k=4)
     export_drafter(drafter, tmp_path / "second", "zlab", str(folder), num_target_layers=4)
     options = ServeOptions(str(tiny_run), python, drafter=str(tmp_path / "second"), plain=False, max_new_tokens=8)
-    with pytest.raises(RunError, match=r"the server ended while loading .*candidate-head") as error:
+    with pytest.raises(RunError, match=r"the server ended while loading .*candidate-head drafts; its log is") as error:
         serve_check(options)
     assert "\n" not in str(error.value) and "candidate-head" in (tiny_run / "served/zlab-with.log").read_text()

@@ -27,6 +27,7 @@ _START = "import sys; sys.argv[0] = 'vllm'; from vllm.entrypoints.cli.main impor
 _GUARD = Path(__file__).with_name("guard.py")
 PATIENCE = 20.0  # seconds for a server to end by itself
 _ERROR = re.compile(r"^(?:\(\w+ pid=\d+\) )?(?:ERROR \S+ \S+ \[[^]]*\] )?((?:[\w.]*(?:Error|Exception)|vllm: error): ?.*)$")
+_REASON = re.compile(r"^(?:\(\w+ pid=\d+\) *)?(?:Value error, )?(\S.*?) \[type=\w+, input_value=")
 
 
 def require_vllm(python: str | Path) -> None:
@@ -144,4 +145,7 @@ def last_error(log: Path) -> str:
     found = [match.group(1) for match in map(_ERROR.match, lines) if match]
     # vLLM's outer process ends with an error of its own that only points at the engine's
     told = [text for text in found if "Engine core initialization failed" not in text]
+    if told and "validation error" in told[-1]:  # pydantic: the reason follows, before its type and the values it got
+        reasons = [match.group(1) for match in map(_REASON.match, lines) if match]
+        told += reasons[-1:]
     return (told or found or lines or ["it wrote nothing"])[-1][:300]
