@@ -98,9 +98,9 @@ class Trainer:
 
     def _step(self, step: int, first_step: int) -> None:
         """Run one step, and what is due after it."""
+        began = time.perf_counter()
         plan = self.engine.planner.step(step)
         lr = learning_rate(step, self.total, *self.options.schedule_parts())
-        began = time.perf_counter()
         result = Readback(self.engine.step(plan, lr))
         if self._pending:  # on a GPU: the step before this one has ended by now, or is waited for
             self._pending[-1][2].read()
