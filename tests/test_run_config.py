@@ -110,7 +110,7 @@ def test_each_recipe_says_every_setting_that_has_no_default_and_no_other_place_d
         assert config.recipe == name and RunConfig.from_dict(config.to_dict()) == config
         for section, content in sections.items():
             assert {s: getattr(getattr(config, section), s) for s in content} == content, "as the file says"
-    assert RunConfig.from_parameters("gpu").train.lr == 1e-3 and RunConfig.from_parameters("cpu").drafter.draft_vocab == 0
+    assert RunConfig.from_parameters("gpu").train.lr == 2e-3 and RunConfig.from_parameters("cpu").drafter.draft_vocab == 0
 
 
 def test_what_is_passed_wins_over_the_recipe_also_none():
