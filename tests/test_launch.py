@@ -301,9 +301,11 @@ def test_a_failing_cell_is_reported(tmp_path):
     assert "What happened" in last.source and "not today" in last.source
 
 
-def test_the_exit_code_of_a_cell_survives(tmp_path):
-    path = write_notebook(tmp_path / "n.ipynb", "x: int = 1", "import sys; sys.exit(3)")
-    assert run_notebook(path, tmp_path / "out.ipynb", progress=False, static=True).code == 3
+def test_the_exit_code_of_a_cell_survives_and_a_setting_without_a_cell_is_no_news(tmp_path, caplog):
+    path = write_notebook(tmp_path / "n.ipynb", "x: int = 1", "import sys; sys.exit(3)  # run_config(globals())")
+    given = {"weight_decay": "0.1"}  # which papermill alone would call unknown
+    assert run_notebook(path, tmp_path / "out.ipynb", given, progress=False, static=True).code == 3
+    assert "unknown" not in caplog.text
 
 
 KILL = "import os, signal, time; time.sleep(0.5); os.kill(os.getpid(), signal.SIGKILL)"

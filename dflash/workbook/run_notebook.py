@@ -92,6 +92,7 @@ def run_notebook(
         )
     kernel = kernel or source.metadata.get("kernelspec", {}).get("name") or "python3"
     python = _python_of(kernel)
+    logging.getLogger("papermill").addFilter(_news)
     before = out.exists()
     out.parent.mkdir(parents=True, exist_ok=True)
     start, code, reason = time.monotonic(), OK, ""
@@ -128,6 +129,11 @@ def run_notebook(
         print(*said.read().splitlines()[-20:], sep="\n", file=sys.stderr)
     said.close()
     return launched
+
+
+def _news(record: logging.LogRecord) -> bool:
+    """Not papermill's warning of a setting that stands in no cell: names have been checked."""
+    return not record.getMessage().startswith("Passed unknown parameter")
 
 
 def _quiet_kernels(said: Any) -> type:
