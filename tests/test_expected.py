@@ -85,7 +85,21 @@ def test_a_run_that_leaves_the_band_is_told(tmp_path):
     )
     (panel,) = build_panels(series, ["acceptance"])
     (band,) = [line for line in panel.lines if line.area]
-    assert max(band.y) == pytest.approx(1.4) and min(band.y) == 1.0
+    assert max(band.y) == pytest.approx(1.4) and min(band.y) == 1.0 and max(band.x) == 100
+    series.planned_steps = 50  # the plot is not wider than the run
+    (band,) = [line for line in build_panels(series, ["acceptance"])[0].lines if line.area]
+    assert max(band.x) == 50 and max(band.y) == pytest.approx(1.25)
+
+
+def test_samples_stay_few_and_stand_evenly(tmp_path):
+    run = Run.create(tmp_path, {}, "night")
+    for step in range(0, 401, 10):
+        run.metrics.write("eval", step=step, acceptance_length=1.0, sample={"prompt": "p", "chunks": []})
+    series = RunSeries(run.path)
+    series.follow()
+    steps = [step for step, _ in series.samples]
+    assert len(steps) == 8 and (steps[0], steps[-1]) == (0, 400)
+    assert max(b - a for a, b in zip(steps, steps[1:], strict=False)) <= 100
 
 
 @pytest.mark.parametrize("length, level", [(1.3, None), (1.5, "note")])

@@ -102,6 +102,9 @@ def acceptance_panel(run: RunSeries) -> Panel:
     lines = []
     if run.expected and len(run.eval_acceptance):
         steps, low, high = (np.array(run.expected[name], dtype=float) for name in ("steps", "low", "high"))
+        end = min(steps[-1], run.total_steps or steps[-1])
+        shown = np.append(steps[steps < end], end)
+        low, high, steps = np.interp(shown, steps, low), np.interp(shown, steps, high), shown
         outline = np.concatenate([steps, steps[::-1]]), np.concatenate([high, low[::-1]])
         lines.append(Line("expected of this recipe", *outline, style.GREEN, width=0, opacity=0.2, area=True))
     if len(run.train_acceptance):

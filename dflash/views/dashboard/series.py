@@ -320,8 +320,9 @@ class RunSeries:
         self.eval_loss.add(step, record.get("loss"))
         if record.get("sample"):
             self.samples.append((step, record["sample"]))
-            if len(self.samples) > MAX_SAMPLES:  # the first and the newest stay
-                del self.samples[1:-1:2]
+            if len(self.samples) > MAX_SAMPLES:  # the first and the newest stay, and the others stand evenly
+                steps = [step for step, _ in self.samples]
+                del self.samples[min(range(1, MAX_SAMPLES), key=lambda i: steps[i + 1] - steps[i - 1])]
         if isinstance(record.get("acceptance_by_slot"), list):
             self.eval_slots.add(step, record["acceptance_by_slot"])
 
