@@ -91,6 +91,7 @@ def test_the_summary_comes_first_and_says_it_in_words(finished):
         "configuration-and-environment",
     ]
     text = re.sub(r"<[^>]+>", " ", page[: page.index('id="curves"')])
+    assert re.search(r"Started 20\d\d-\d\d-\d\d \d\d:\d\d", text)
     for phrase in (
         "A 2-layer drafter with blocks of 8 slots for the target smollm2",
         "held-out acceptance length of 1.62 tokens per target call (bonus token included), from 1.08 at step 10",

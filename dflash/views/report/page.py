@@ -59,6 +59,7 @@ def page(material: Material) -> str:
     """The whole document."""
     series, status = material.series, material.status
     found: dict[str, Any] = dict.fromkeys(("story", "cards", "odd", "ended", "plots", "events", "log", "serve", "settings"))
+    found["began"] = time.strftime("%Y-%m-%d %H:%M", time.localtime(series.start_time)) if material.has_run else ""
     found.update(examples=None, samples=None, log_title="", commands=material.commands, notebook=material.notebook_html)
     if status in ("failed", "died", "interrupted"):
         found["ended"] = _ended(material)
