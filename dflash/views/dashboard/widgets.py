@@ -37,11 +37,15 @@ ARRAYS = frozenset(("x", "y", "z", "base", "zmax"))
 ANSWERS = {"pause": "paused", "resume": "resumed", "stop": "stopping"}
 
 # A FigureWidget measures itself before it is attached to the page, and takes 700 pixels. It does listen to
-# the window's resize event, so that is what it gets whenever its width is wrong. Replaced by the log on
-# close.
+# the window's resize event, so that is what it gets whenever its width is wrong. On a narrow page it is scrolled sideways:
+# two columns of plots would lie over each other. Replaced by the log on close.
 FIT_SCRIPT = """
 const timer = setInterval(() => {
   const plots = [...document.querySelectorAll('.jupyter-widgets .js-plotly-plot')];
+  for (const plot of plots) {
+    plot.style.minWidth = '860px';
+    plot.parentElement.style.overflowX = 'auto';
+  }
   const wrong = (e) => e._fullLayout && e.clientWidth && Math.abs(e._fullLayout.width - e.clientWidth) > 4;
   if (plots.some(wrong)) window.dispatchEvent(new Event('resize'));
 }, 700);
