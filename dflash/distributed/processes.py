@@ -22,6 +22,7 @@ from dflash.distributed.replicas import flatten_gradients, refuse_unequal
 from dflash.target.features import FeatureSource
 from dflash.train.plan import Planner, StepPlan
 from dflash.train.step import Engine, Replica, warmup_jobs, zero_sums
+from dflash.train.step_graph import capture
 
 if TYPE_CHECKING:
     from dflash.data import Pack
@@ -60,6 +61,10 @@ class ProcessEngine(Engine):
         """On the shapes of the run; features are zeros where they come from another rank."""
         item = plan.items[0]
         return warmup_jobs([self.replica], lambda: (item, self.inbox.example(item)))
+
+    def capture(self, plan: StepPlan) -> list[str]:
+        item = plan.items[0]
+        return [capture(self.replica, item, self.inbox.example(item))] if self.replica.padded else []
 
     def load_optimizer(self, state: dict, folder: Path | None = None) -> None:
         self.replica.optimizer.load_state_dict(state)

@@ -32,6 +32,7 @@ from dflash.train.holding import of_drafter, of_target
 from dflash.train.plan import Planner, StepPlan
 from dflash.train.prepare import Prepared
 from dflash.train.step import Engine, Replica, warmup_jobs
+from dflash.train.step_graph import capture
 
 if TYPE_CHECKING:
     from dflash.data import Pack
@@ -97,6 +98,17 @@ class PipelineEngine(Engine):
             features = lane.slots[0].features
             jobs += [replace(job, name=f"drafter[{i}]") for job in warmup_jobs([replica], lambda f=features: (item, f))]
         return jobs
+
+    def capture(self, plan: StepPlan) -> list[str]:
+        """One replica after another, before their workers start."""
+        if not self.replica.padded:
+            return []
+        self._make_buffers(plan)
+        lines = []
+        for replica, lane in zip(self.replicas, self.hand_over.lanes, strict=True):
+            with on(replica.device):
+                lines.append(capture(replica, plan.items[0], lane.slots[0].features))
+        return lines
 
     def held_out_source(self, packs: list[Pack]) -> FeatureSource:
         return self.held_out

@@ -2,6 +2,9 @@
 
 Slot 0, padding anchors and masked slots weigh nothing and are left out of the head and of the last layer's MLP. With
 soft labels, blocks that overlap ask for the same target distribution; each position's is computed once per chunk.
+
+A padded plan leaves nothing out, so that it has the same sizes for every pack, as a CUDA graph wants them. Rows that weigh
+nothing then change no sum.
 """
 
 from __future__ import annotations
@@ -11,7 +14,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dflash.devices import to_device
 from dflash.drafter.masks import AnchorSet, block_supervision, document_ids
 
 
@@ -32,10 +34,12 @@ class HeadPlan:
     teacher_row: Tensor
 
     @classmethod
-    def make(cls, anchors: AnchorSet, loss_mask: Tensor, lengths: Tensor, block_size: int) -> HeadPlan:
+    def make(cls, anchors: AnchorSet, loss_mask: Tensor, lengths: Tensor, block_size: int, padded: bool = False) -> HeadPlan:
         """From CPU tensors: loss_mask [T] bool, lengths [documents]."""
         documents = document_ids(lengths, loss_mask.shape[0])
         supervised = block_supervision(anchors, loss_mask, documents, block_size)[:, 1:]
+        if padded:
+            return cls._padded(supervised, anchors.positions, loss_mask.shape[0])
         block, slot = supervised.nonzero(as_tuple=True)
         label_at = anchors.positions[block] + slot + 1
         teacher_at, teacher_row = torch.unique(label_at - 1, sorted=True, return_inverse=True)
@@ -43,11 +47,16 @@ class HeadPlan:
             supervised, block * (block_size - 1) + slot, block * block_size + slot + 1, label_at, teacher_at, teacher_row
         )
 
-    def to(self, device: torch.device | str) -> HeadPlan:
-        """On `device`, copied without a sync."""
-        return HeadPlan(*(to_device(value, torch.device(device)) for value in vars(self).values()))
+    @classmethod
+    def _padded(cls, supervised: Tensor, anchors: Tensor, total: int) -> HeadPlan:
+        """Every slot 1..S-1 of every block, each with a teacher row of its own."""
+        blocks, slots = supervised.shape
+        query = torch.arange(blocks * (slots + 1)).view(blocks, slots + 1)[:, 1:].flatten()
+        label_at = (anchors[:, None] + torch.arange(1, slots + 1)).clamp(max=total - 1).flatten()
+        every = torch.arange(blocks * slots)
+        return cls(supervised, every, query, label_at, label_at - 1, every)
 
 
-def teacher_spans(teacher_row: Tensor, chunk_rows: int) -> list[tuple[int, int]]:
+def teacher_spans(teacher_row: Tensor, chunk_rows: int) -> tuple[tuple[int, int], ...]:
     """Per chunk of rows, the half-open range of teacher rows it uses. teacher_row [R], on the CPU."""
-    return [(int(part.min()), int(part.max()) + 1) for part in teacher_row.split(chunk_rows) if len(part)]
+    return tuple((int(part.min()), int(part.max()) + 1) for part in teacher_row.split(chunk_rows) if len(part))

@@ -15,6 +15,7 @@ accepts, `loss_fn` is
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -100,7 +101,7 @@ class HeadPass:
     """
 
     chunk_rows: int = DEFAULT_CHUNK_ROWS
-    teacher_spans: list[tuple[int, int]] | None = None
+    teacher_spans: Sequence[tuple[int, int]] | None = None
     fused: bool | None = None
     head_fp8: Fp8Head | None = None
     top_k: int = 0
@@ -337,12 +338,14 @@ def peak_bytes(rows: int, vocab: int, chunk_rows: int, element_size: int, teache
     return chunk * vocab * 4 * (4 if teachers else 2)
 
 
-def loss_scale(weights: Tensor, reduction: str, total: float | None = None) -> Tensor:
+def loss_scale(weights: Tensor, reduction: str, total: float | Tensor | None = None) -> Tensor:
     """Turn slot weights [R] into what each row's loss counts: w / sum(w), or w / number of weighted slots.
 
     `total` replaces that denominator, for a pack that is one of several in a step. No weighted slot gives all zeros,
     so the loss is exactly 0.
     """
+    if isinstance(total, Tensor):  # on the device: where it is zero, so are all weights
+        return weights / total.clamp(min=torch.finfo(weights.dtype).tiny)
     if total is not None:
         return weights / total if total > 0 else torch.zeros_like(weights)
     if reduction == "weight_mean":

@@ -29,6 +29,7 @@ from dflash.drafter.layers import DraftLayer, RMSNorm, Rotary, rotary_tables
 from dflash.drafter.losses import DEFAULT_CHUNK_ROWS, HeadPass, top_of_rows
 from dflash.drafter.masks import AnchorSet, document_ids, sample_anchors
 from dflash.drafter.objective import Objective, pack_loss
+from dflash.drafter.pack_plan import PackPlan
 from dflash.drafter.selector import Candidates, CandidateSelector
 from dflash.errors import ConfigError
 
@@ -269,33 +270,58 @@ class DFlashDrafter(nn.Module):
                 loss_mask[0].cpu(), lengths.cpu(), self.block_size, self.max_anchors, self.anchor_generator
             )
         _check_anchors(anchors, input_ids.shape[1])
-        plan = HeadPlan.make(
-            AnchorSet(anchors.positions.cpu(), anchors.valid.cpu()), loss_mask[0].cpu(), lengths.cpu(), self.block_size
-        )
-        rows = plan.to(all_hidden_states.device)
-        blocks, context, mask = self.pack_inputs(all_hidden_states, input_ids[0], position_ids[0], anchors, lengths)
-        hidden = self.draft(blocks, context, mask, rows.query)  # [R, H]
-        chunk_rows = self.loss_chunk_rows or (fast_path.CHUNK_ROWS if self._fused() else DEFAULT_CHUNK_ROWS)
+        plan = self.plan(input_ids[0], loss_mask[0], lengths, position_ids[0], anchors)
+        return self.planned_loss(all_hidden_states, verifier_last_hidden, plan.to(all_hidden_states.device), wanted)
+
+    def plan(
+        self,
+        input_ids: Tensor,
+        loss_mask: Tensor,
+        lengths: Tensor,
+        position_ids: Tensor,
+        anchors: AnchorSet,
+        padded: bool = False,
+    ) -> PackPlan:
+        """What is known of a pack's pass before it; ids, mask and positions [T]. `padded`: see `head_plan`."""
+        lengths, anchors = lengths.cpu(), anchors.to("cpu")
+        rows = HeadPlan.make(anchors, loss_mask.cpu(), lengths, self.block_size, padded)
+        spans = teacher_spans(rows.teacher_row, self._chunk_rows())
+        return PackPlan(input_ids, position_ids, document_ids(lengths, len(input_ids)), anchors, rows, spans)
+
+    def planned_loss(
+        self, all_hidden_states: Tensor, verifier_last_hidden: Tensor | None, plan: PackPlan, wanted: Objective
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """`forward` of a plan on the features' device. Nothing in it waits for the device."""
+        inputs = self._inputs(all_hidden_states, plan.input_ids, plan.position_ids, plan.anchors, plan.documents)
+        hidden = self.draft(*inputs, plan.rows.query)  # [R, H]
         how = HeadPass(
-            chunk_rows=chunk_rows,
-            teacher_spans=teacher_spans(plan.teacher_row, chunk_rows),
+            chunk_rows=self._chunk_rows(),
+            teacher_spans=plan.spans,
             fused=self._fused(),
             head_fp8=self.head_fp8,
             top_k=self.config.selector_top_k if self.config.has_selector else 0,
         )
         last = None if verifier_last_hidden is None else verifier_last_hidden[0]
-        return pack_loss(self, hidden, last, input_ids[0], rows, wanted, how)
+        return pack_loss(self, hidden, last, plan.input_ids, plan.rows, wanted, how)
+
+    def _chunk_rows(self) -> int:
+        return self.loss_chunk_rows or (fast_path.CHUNK_ROWS if self._fused() else DEFAULT_CHUNK_ROWS)
 
     def pack_inputs(
         self, all_hidden_states: Tensor, input_ids: Tensor, position_ids: Tensor, anchors: AnchorSet, lengths: Tensor
     ) -> tuple[Blocks, PackContext, PackMask]:
         """`draft`'s arguments for the blocks of a training pack; input_ids and position_ids [T]."""
         device = all_hidden_states.device
-        anchors, documents = anchors.to(device), document_ids(to_device(lengths, device), input_ids.shape[0])
-        backend = self.attention_backend or default_backend(device)
+        documents = document_ids(to_device(lengths, device), input_ids.shape[0])
+        return self._inputs(all_hidden_states, input_ids, position_ids, anchors.to(device), documents)
+
+    def _inputs(
+        self, features: Tensor, input_ids: Tensor, position_ids: Tensor, anchors: AnchorSet, documents: Tensor
+    ) -> tuple[Blocks, PackContext, PackMask]:
+        backend = self.attention_backend or default_backend(features.device)
         return (
             Blocks(input_ids[anchors.positions], position_ids[anchors.positions]),
-            PackContext(all_hidden_states, position_ids),
+            PackContext(features, position_ids),
             PackMask(anchors, documents, self.block_size, backend, self.max_dense_bytes),
         )
 

@@ -41,7 +41,7 @@ class Objective:
     gamma: decay of the slot weights; None is uniform.
     reduction: "weight_mean" or "token_mean"; with "acceptance" weights the latter.
     denominator: what the weighted sum is divided by, instead of this pack's own reduction; the total over a step's
-        packs makes their losses and gradients add up.
+        packs makes their losses and gradients add up. As a tensor on the device it may change under a CUDA graph.
     selector_alpha: weight of the candidate selector's cross entropy beside that loss.
     selector_missing: where the right token is not among the candidates, "replace" puts it in place of the weakest (in the
         loss alone), "skip" leaves the slot out of the selector's loss.
@@ -52,7 +52,7 @@ class Objective:
     position_weights: str = "decay"
     gamma: float | None = 10.0
     reduction: str = "weight_mean"
-    denominator: float | None = None
+    denominator: float | Tensor | None = None
     selector_alpha: float = 1.0
     selector_missing: str = "replace"
 
@@ -116,14 +116,16 @@ def pack_loss(
 
 
 def slot_weights(rows: HeadPlan, wanted: Objective, row_loss: Tensor, known: Tensor | None) -> Tensor:
-    """What each row weighs, [R]; `known` [R] bool: the rows that weigh at all, None: all."""
-    slots = rows.supervised.shape[1]
+    """What each row weighs, [R]; `known` [R] bool: the rows that weigh at all, None: all. Those of a padded plan that are not
+    supervised weigh nothing."""
+    slots, counted = rows.supervised.shape[1], rows.supervised.flatten()[rows.slot]
     if wanted.position_weights == "acceptance":
         loss = row_loss if known is None else row_loss.masked_fill(~known, float("inf"))  # nothing to accept there
+        loss = loss.masked_fill(~counted, 0.0)
         weights = acceptance_weights(loss, wanted.loss_fn, rows.slot, rows.supervised)
     else:
         weights = decay_weights(slots + 1, wanted.gamma, row_loss.device)[1:][rows.slot % slots]
-    return weights if known is None else weights * known
+    return weights * (counted if known is None else counted & known)
 
 
 def rank_candidates(

@@ -120,6 +120,8 @@ class Course:
             for done in protection.warmup.devices if protection.warmup else ():
                 told = {"seconds": done.seconds, "graphs": done.graphs, "peak": done.peak_bytes}
                 self.run.metrics.write("warmup", device=done.device, **told)
+            for line in engine.capture(engine.planner.step(first_step)):
+                self.say(line)
             yield protection
 
     def _trainer(self, engine: Engine, held_out: FeatureSource | None, protection: Protection) -> Trainer:

@@ -26,6 +26,8 @@ from dflash.target.capture import Features, Target
 if TYPE_CHECKING:
     from dflash.data import Pack
 
+_SPARE = 0.15  # of a GPU's memory, which kept features leave to what else runs on it
+
 Progress = Callable[[int, int, float], None]
 """Called as `progress(packs done, packs in all, tokens per second so far)`."""
 
@@ -113,6 +115,7 @@ class CachedFeatures:
         self.target, self.max_bytes, self.dtype = target, max_bytes, dtype
         self.keep_last_hidden, self.device = keep_last_hidden, device
         self.stats = CacheStats()
+        self.where = f"on {storage}" if directory is None else f"in {directory}"
         self._online = OnlineFeatures(target, dtype, "cpu" if directory is not None else storage, keep_last_hidden)
         self._lock = threading.Lock()
         self._memory: dict[str, Tensor] = {}
@@ -158,7 +161,7 @@ class CachedFeatures:
         rows = torch.cat([part[0, : pack.num_tokens] for part in features.tensors], dim=-1)  # [tokens, (N+1)*H]
         self.stats.captured += 1
         with self._lock:
-            fits = self.stats.bytes + rows.nbytes <= self.max_bytes
+            fits = self.stats.bytes + rows.nbytes <= self.max_bytes and _has_room(rows.device)
             self.stats.not_kept += not fits
             if fits:
                 self.stats.packs += 1
@@ -206,6 +209,15 @@ class CachedFeatures:
         return Features(features, last)
 
 
+def _has_room(device: torch.device) -> bool:
+    """Whether a GPU may keep more: other processes on it take memory, too."""
+    if device.type != "cuda":
+        return True
+    free, total = torch.cuda.mem_get_info(device)
+    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return free >= _SPARE * total
+
+
 def check_features(features: Features, pack: Pack, target: Target) -> None:
     """Refuse features whose rows are not the pack's tokens: paired all the same, labels would be shifted."""
     total, hidden, width = len(pack.input_ids), target.hidden_size, len(target.layer_ids)
@@ -233,14 +245,21 @@ def make_source(
     mode: str = "auto",
     max_bytes: int = 4 * 2**30,
     directory: str | Path | None = None,
+    room: int = 0,
     **options,
 ) -> FeatureSource:
-    """ "offline" keeps features (within `max_bytes`), "online" never does, "auto" keeps them if all packs fit."""
+    """ "offline" keeps features (within `max_bytes`), "online" never does, "auto" keeps them if all packs fit.
+
+    `room`: bytes that `device` has to spare. Where all packs fit there, they are kept there, and none is copied again.
+    """
     if mode not in ("auto", "offline", "online"):
         raise ConfigError(f"features is '{mode}'; wanted auto, offline or online")
     device = options.pop("device", None)
     if mode != "online":
         cached = CachedFeatures(target, max_bytes, directory, device=device, **options)
-        if mode == "offline" or cached.bytes_needed(packs) <= max_bytes:
+        need = cached.bytes_needed(packs)
+        if directory is None and need <= room:
+            return CachedFeatures(target, room, device=device, storage=device, **options)
+        if mode == "offline" or need <= max_bytes:
             return cached
     return OnlineFeatures(target, options.get("dtype"), device, options.get("keep_last_hidden", True))

@@ -51,6 +51,11 @@ class DeviceMemory:
     def fits(self) -> bool:
         return self.have is None or self.need <= self.have * (1 - _HEADROOM)
 
+    @property
+    def left(self) -> int:
+        """Bytes that nothing asks for; 0 where it is unknown what the device has."""
+        return 0 if self.have is None else max(0, int(self.have * (1 - _HEADROOM)) - self.need)
+
     def __str__(self) -> str:
         shown = ", ".join(f"{name} {count / GIB:.1f}" for name, count in self.parts.items() if count >= 0.05 * GIB)
         of = "" if self.have is None else f" of {self.have / GIB:.1f}"
@@ -103,6 +108,7 @@ def estimate(
         dtype = compute_dtype(config.train.dtype, device)
         parameters, size = drafter_config.parameter_count(captured), dtype.itemsize
         here, fused = found[device], device.type == "cuda"
+        graph = config.train.step_graph is True and fused
         step = _step_bytes(config, drafter_config, captured, size, fused)
         sharded = config.runtime.drafter_parallel == "fsdp2"
         shards = len(topology.drafters) if sharded else 1
@@ -111,7 +117,9 @@ def estimate(
             here.add("gathered", _gathered_bytes(drafter_config, parameters, captured, size))
         elif topology.serial and fused:  # gradients of one pack come when its activations go; those of several stay
             sums = 4 * parameters
-            here.add("drafter", parameters * (size + (0 if size == 4 else 4)) + (config.train.packs_per_step > 1) * sums)
+            here.add(
+                "drafter", parameters * (size + (0 if size == 4 else 4)) + (graph or config.train.packs_per_step > 1) * sums
+            )
             step = max(step, capture + sums)
         else:
             here.add("drafter", parameters * (size + size + (0 if size == 4 else 4) + 4))  # weights, grads, masters, grads
@@ -124,7 +132,10 @@ def estimate(
             here.add("float8 head", fp8_head_bytes(drafted, hidden))
         if not topology.serial:
             here.add("queue", config.runtime.queue_depth * tokens * row * target_dtype.itemsize)
-        here.add("activations", max(0, step - capture) if topology.serial else step)  # serial: one after the other
+        one_by_one = topology.serial and not graph  # a graph has its memory for itself, with a copy of the features
+        here.add("activations", max(0, step - capture) if one_by_one else step)
+        if graph:
+            here.add("graph", tokens * row * size)
     for device, memory in found.items():
         if device.type == "cuda":
             memory.add("cuda", CUDA_CONTEXT)

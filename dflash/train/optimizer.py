@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -71,8 +72,8 @@ class Muon:
         self.momenta = [piece[0].new_zeros(len(piece), *piece[0].shape) for piece in self.pieces]
 
     @torch.no_grad()
-    def step(self, lr: float, finite: Tensor) -> None:
-        """From the masters' `grad`. `finite`, scalar bool: where it is False nothing changes."""
+    def step(self, lr: Tensor, finite: Tensor) -> None:
+        """From the masters' `grad`; lr scalar float32. `finite`, scalar bool: where it is False nothing changes."""
         for piece, momentum in zip(self.pieces, self.momenta, strict=True):
             gradient = torch.stack([master.grad for master in piece])
             gradient = torch.where(finite, gradient, momentum)  # which leaves the momentum as it is
@@ -132,22 +133,23 @@ class MasterAdamW:
                 self.gradients[index].add_(grad)
 
     @torch.no_grad()
-    def step(self, lr: float) -> Tensor:
+    def step(self, lr: float | Tensor) -> Tensor:
         """Clip to `max_grad_norm`, update, copy back, zero the gradients. Returns the norm before clipping (scalar,
-        on the device, not finite when the step was skipped)."""
+        on the device, not finite when the step was skipped). `lr` counts as float32, which a graph's tensor holds."""
+        rate = lr if isinstance(lr, Tensor) else torch.full((), lr, device=self.masters[0].device)
         norm = self._norm()
         finite = torch.isfinite(norm)
         factor = torch.where(finite, (self.max_grad_norm / (norm + 1e-6)).clamp(max=1.0), 1.0)
         torch._foreach_mul_(self.gradients, factor)
         for group in self.adamw.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr if isinstance(lr, Tensor) else torch.tensor(lr, dtype=torch.float32).item()
         for master, gradient in zip(self.masters, self.gradients, strict=True):
             master.grad = gradient
         self.adamw.grad_scale = None
         self.adamw.found_inf = (~finite).float()
         self.adamw.step()
         if self.muon is not None:
-            self.muon.step(lr, finite)
+            self.muon.step(rate, finite)
         for master in self.masters:
             master.grad = None
         if not self.shared:
@@ -157,6 +159,29 @@ class MasterAdamW:
         else:
             torch._foreach_zero_(self.gradients)
         return norm
+
+    def make_state(self) -> None:
+        """The moments of a first step before it, so that a graph finds them."""
+        for master in (p for group in self.adamw.param_groups for p in group["params"]):
+            if not self.adamw.state[master]:
+                moments = {name: torch.zeros_like(master) for name in ("exp_avg", "exp_avg_sq")}
+                self.adamw.state[master] = {"step": torch.zeros((), device=master.device)} | moments
+
+    def moments(self) -> list[Tensor]:
+        """All tensors of the optimizer's state."""
+        found = [value for of in self.adamw.state.values() for value in of.values()]
+        return found if self.muon is None else [*found, *self.muon.momenta]
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """For `step` inside a CUDA graph, with a tensor as learning rate."""
+        for group in self.adamw.param_groups:
+            group["capturable"] = True
+        try:
+            yield
+        finally:
+            for group in self.adamw.param_groups:
+                group["capturable"], group["lr"] = False, 0.0
 
     def _norm(self) -> Tensor:
         """Norm of all gradients together, scalar."""

@@ -46,6 +46,7 @@ from dflash.views.style import duration
 
 Say = Callable[[str], None]
 _DRAWN_ON_CPU = 500_000_000  # weights; about five seconds
+_FEATURES_SHARE = 0.7  # of the memory that a run leaves on its GPU, for kept features
 
 
 @dataclass
@@ -197,14 +198,25 @@ def make_run_source(resolved: ResolvedRun, target: Target, data: Data, device: t
     train = resolved.config.train
     return make_source(
         target,
-        data.train_packs,
+        data.held_out_packs + data.train_packs,
         mode=train.features,
         max_bytes=int(train.cache_gib * 2**30),
+        room=_room(resolved, data, device),
         directory=train.cache_dir,
         keep_last_hidden=train.soft_labels,
         dtype=torch.bfloat16,
         device=device,
     )
+
+
+def _room(resolved: ResolvedRun, data: Data, device: torch.device | None) -> int:
+    """Bytes for kept features on a GPU that runs target and drafter: most of what the run leaves there, in a run that comes
+    back to its packs. A random target's features are not kept: such a run measures how fast they are made."""
+    train, memory = resolved.config.train, resolved.memory.get(device)
+    again = train.steps * train.packs_per_step >= 2 * len(data.train_packs)
+    if memory is None or device.type != "cuda" or not resolved.topology.serial or resolved.target.random or not again:
+        return 0
+    return int(_FEATURES_SHARE * memory.left)
 
 
 def capture_features(source: FeatureSource, data: Data, say: Say) -> None:
@@ -222,7 +234,8 @@ def capture_features(source: FeatureSource, data: Data, say: Say) -> None:
             left = f", about {duration((now - began) / done * (total - done))} left" if done < total else ""
             say(f"captured {done} of {total} packs at {rate:,.0f} tokens/s{left}")
 
-    source.prepare(packs, progress)
+    stats = source.prepare(packs, progress)
+    say(f"features of {stats.packs} packs, {stats.bytes / 2**30:.1f} GiB, are kept {source.where}")
 
 
 def make_drafter(

@@ -39,6 +39,8 @@ from dflash.train.resolved import ResolvedRun, TargetFacts, read_resolved
 from dflash.train.settings import RunConfig
 from dflash.train.topology import CPU, Topology, available_gpus, decide, on_one
 
+_GRAPHED = 300_000_000  # weights of a drafter whose steps the host may hold up
+
 
 @dataclass(frozen=True)
 class Before:
@@ -140,6 +142,12 @@ def _settle(config: RunConfig, topology: Topology, before: Before, nodes: int, g
     first = topology.targets[0]
     target_dtype = _dtype("target_dtype", target.target_dtype, first[0], before.target_dtype, notes)
     dtype = _dtype("dtype", config.train.dtype, topology.drafters[0], before.dtype, notes)
+    fused = fast_path.fits(topology.drafters[0], drafter.head_dim) and config.runtime.drafter_parallel == "replicate"
+    small = drafter.parameter_count(len(layers)) <= _GRAPHED
+    graph = config.train.step_graph if config.train.step_graph != "auto" else fused and topology.serial and small
+    if graph and config.runtime.drafter_parallel != "replicate":
+        graph = False
+        notes.append("step_graph is off: the pass of a sharded drafter gathers its weights as it goes")
     packs = _packs_per_step(config.train.packs_per_step, nodes * len(topology.drafters), before, notes)
     settled = replace(
         config,
@@ -150,7 +158,7 @@ def _settle(config: RunConfig, topology: Topology, before: Before, nodes: int, g
             fast_capture=target.fast_capture and len(first) == 1,
         ),
         drafter=replace(options, mask_token_id=mask, attention=attention, warm_start=warm),
-        train=replace(config.train, dtype=dtype, packs_per_step=packs, soft_labels=soft),
+        train=replace(config.train, dtype=dtype, packs_per_step=packs, soft_labels=soft, step_graph=graph),
     )
     facts = TargetFacts(
         source.name, shape.model_type, shape.num_hidden_layers, shape.hidden_size, shape.vocab_size, tuple(ends)
@@ -164,7 +172,7 @@ def _settle(config: RunConfig, topology: Topology, before: Before, nodes: int, g
         topology=topology,
         target=facts,
         drafter=drafter,
-        fused=fast_path.fits(topology.drafters[0], drafter.head_dim) and config.runtime.drafter_parallel == "replicate",
+        fused=fused,
         memory={},
         notes=tuple(notes),
         day=date.today().isoformat() if before.day is None else before.day,

@@ -164,8 +164,9 @@ class TrainOptions:
     selector_alpha: float = 1.0  # dflash2: weight of the candidate selector's loss
     selector_missing: str = "replace"  # right token no candidate: it "replace"s the weakest in the loss, or "skip" the slot
     dtype: str = "auto"  # compute dtype; masters are float32
-    features: str = "auto"  # "offline" (captured once, cached), "online", or "auto" by cache_gib
-    cache_gib: float = 2.0  # bound of the feature cache in memory
+    step_graph: bool | str = "auto"  # steps as CUDA graphs: True, False, "auto" for a small drafter alone on its GPU
+    features: str = "auto"  # "offline" (captured once, kept), "online", or "auto" by what fits on the GPU or in cache_gib
+    cache_gib: float = 2.0  # bound of the feature cache in the host's memory
     cache_dir: str | None = None  # keep the cached features on disk here instead
     eval_every: int  # steps; 0: never
     checkpoint_every: int  # steps; 0: never, not even at the end, so there is nothing to resume or evaluate
@@ -214,6 +215,9 @@ class TrainOptions:
         _require(
             self.features in ("auto", "offline", "online"),
             f"features must be auto, offline or online, got {self.features!r}",
+        )
+        _require(
+            self.step_graph in (True, False, "auto"), f"step_graph must be auto, true or false, got {self.step_graph!r}"
         )
         _require(
             len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas),

@@ -14,13 +14,15 @@ import torch
 from torch import Tensor
 
 from dflash.compile_safety import WarmupJob
-from dflash.devices import to_device
 from dflash.drafter.attention import default_backend
 from dflash.drafter.model import DFlashDrafter
+from dflash.drafter.objective import Objective
+from dflash.drafter.pack_plan import PackPlan
 from dflash.train.holding import of_drafter, of_target
 from dflash.train.optimizer import MasterAdamW
 from dflash.train.plan import StepPlan, WorkItem
 from dflash.train.settings import TrainOptions
+from dflash.train.step_graph import StepGraph, capture
 
 if TYPE_CHECKING:
     from dflash.data import Pack
@@ -36,6 +38,8 @@ class Replica:
         self.drafter = drafter
         self.options = options
         self.optimizer = self._make_optimizer()
+        self.padded = options.step_graph is True  # as resolved
+        self.graph: StepGraph | None = None  # once `step_graph.capture` has made one
 
     def _make_optimizer(self) -> MasterAdamW:
         options = self.options
@@ -54,10 +58,42 @@ class Replica:
     def accumulate(self, item: WorkItem, features: Features, denominator: float) -> Tensor:
         """Forward and backward of one item; its gradient joins the float32 ones. Returns the metric sums, see
         `metric_sums`."""
-        loss, metrics = self.loss(item, features, denominator)
+        if not self.padded:
+            loss, metrics = self.loss(item, features, denominator)
+            loss.backward()
+            self.optimizer.accumulate()
+            return metric_sums(metrics)
+        plan, features = self.padded_plan(item), features.to(self.device, non_blocking=True)
+        if self.graph is not None:
+            return self.graph.run(plan, features, denominator)
+        return self.padded_pass(plan.to(self.device), features, torch.full((), denominator, device=self.device))
+
+    def padded_plan(self, item: WorkItem) -> PackPlan:
+        """The item's plan with the sizes that every pack has."""
+        pack = item.pack
+        return self.drafter.plan(pack.input_ids, pack.loss_mask, pack.lengths, pack.position_ids, item.anchors, padded=True)
+
+    def padded_pass(self, plan: PackPlan, features: Features, denominator: Tensor) -> Tensor:
+        """`accumulate` of a padded plan on the device, without anything that a CUDA graph could not hold."""
+        wanted = Objective(**self._objective, denominator=denominator)
+        hidden, last = features.all_hidden_states, features.verifier_last_hidden
+        loss, metrics = self.drafter.planned_loss(hidden, last, plan, wanted)
         loss.backward()
         self.optimizer.accumulate()
         return metric_sums(metrics)
+
+    @property
+    def _objective(self) -> dict:
+        options = self.options
+        return {
+            "use_soft_labels": options.soft_labels,
+            "loss_fn": options.loss_fn,
+            "position_weights": options.position_weights,
+            "gamma": options.gamma,
+            "reduction": options.reduction,
+            "selector_alpha": options.selector_alpha,
+            "selector_missing": options.selector_missing,
+        }
 
     def loss(self, item: WorkItem, features: Features, denominator: float) -> tuple[Tensor, dict[str, Tensor]]:
         """Forward pass of one item: the loss and the drafter's metrics."""
@@ -66,19 +102,13 @@ class Replica:
         return self.drafter(
             all_hidden_states=features.all_hidden_states.to(device, non_blocking=True),
             verifier_last_hidden=None if last is None else last.to(device, non_blocking=True),
-            input_ids=to_device(pack.input_ids[None], device),
-            loss_mask=pack.loss_mask[None],  # stays on the host, where the rows for the head are chosen
+            input_ids=pack.input_ids[None],  # these stay on the host, where the rows for the head are chosen
+            loss_mask=pack.loss_mask[None],
             lengths=pack.lengths,
-            position_ids=to_device(pack.position_ids[None], device),
-            use_soft_labels=self.options.soft_labels,
-            loss_fn=self.options.loss_fn,
-            position_weights=self.options.position_weights,
-            gamma=self.options.gamma,
-            reduction=self.options.reduction,
-            selector_alpha=self.options.selector_alpha,
-            selector_missing=self.options.selector_missing,
+            position_ids=pack.position_ids[None],
             anchors=item.anchors,
             denominator=denominator,
+            **self._objective,
         )
 
     def rehearse(self, item: WorkItem, features: Features) -> float:
@@ -92,6 +122,10 @@ class Replica:
         finite], on the device."""
         if plan.denominator <= 0:
             return torch.tensor([0.0, 1.0], dtype=torch.float64, device=self.device)
+        return self.update(lr) if self.graph is None or self.graph.update is None else self.graph.run_update(lr)
+
+    def update(self, lr: float | Tensor) -> Tensor:
+        """The optimizer's step, see `apply`."""
         norm = self.optimizer.step(lr)
         return torch.stack([norm.double(), self.optimizer.all_finite().double()])
 
@@ -162,6 +196,10 @@ class Engine:
         """Where the leading process finds the features of the held-out packs."""
         raise NotImplementedError
 
+    def capture(self, plan: StepPlan) -> list[str]:
+        """After the warmup: make the CUDA graphs of a run that has them. Returns what came of it, a sentence each."""
+        return []
+
     def start(self, first_step: int) -> None:
         """Start workers; steps will be asked for in order from `first_step` on."""
 
@@ -220,8 +258,15 @@ class SerialEngine(Engine):
         item = plan.items[0]
         return warmup_jobs([self.replica], lambda: (item, self.source.get(item.pack)))
 
+    def capture(self, plan: StepPlan) -> list[str]:
+        if not self.replica.padded:
+            return []
+        item = plan.items[0]
+        return [capture(self.replica, item, self.source.get(item.pack))]
+
     def load_optimizer(self, state: dict, folder: Path | None = None) -> None:
         self.replica.optimizer.load_state_dict(state)
+        self.replica.graph = None  # which knows the moments from before
 
     def held_out_source(self, packs: list[Pack]) -> FeatureSource:
         return self.source
