@@ -116,8 +116,8 @@ def pack_loss(
 
 
 def slot_weights(rows: HeadPlan, wanted: Objective, row_loss: Tensor, known: Tensor | None) -> Tensor:
-    """What each row weighs, [R]; `known` [R] bool: the rows that weigh at all, None: all. Those of a padded plan that are not
-    supervised weigh nothing."""
+    """What each row weighs, [R]; `known` [R] bool: the rows that weigh at all, None: all. A padded plan's rows that are
+    not supervised weigh nothing."""
     slots, counted = rows.supervised.shape[1], rows.supervised.flatten()[rows.slot]
     if wanted.position_weights == "acceptance":
         loss = row_loss if known is None else row_loss.masked_fill(~known, float("inf"))  # nothing to accept there
