@@ -170,6 +170,8 @@ def prepare(resolved: ResolvedRun, say: Say = lambda line: None, data: Data | No
         drafter = make_drafter(resolved, target, data, device, say)
         say(describe_weights(drafter.block_size, resolved.config.train.position_weights, resolved.config.train.gamma))
         source = make_run_source(resolved, target, data, device)
+        if isinstance(source, CachedFeatures):
+            say(f"features are captured once and kept {source.where}")
     if len(devices) > 1:
         say(shard_target(target, devices).describe())
     return Prepared(resolved, data, target, drafter, make_planner(resolved, data, drafter), source)
@@ -234,8 +236,7 @@ def capture_features(source: FeatureSource, data: Data, say: Say) -> None:
             left = f", about {duration((now - began) / done * (total - done))} left" if done < total else ""
             say(f"captured {done} of {total} packs at {rate:,.0f} tokens/s{left}")
 
-    stats = source.prepare(packs, progress)
-    say(f"features of {stats.packs} packs, {stats.bytes / 2**30:.1f} GiB, are kept {source.where}")
+    source.prepare(packs, progress)
 
 
 def make_drafter(
