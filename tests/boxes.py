@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-# Every piece of visible text as [left, top, right, bottom, text], cut by what scrolls or hides what sticks out.
+# Every piece of visible text as [left, top, right, bottom, text], cut by what in `root` hides or scrolls what sticks out.
 TEXTS = """(root) => {
-  const found = [], drawn = new Set();
-  const walker = document.createTreeWalker(document.querySelector(root), NodeFilter.SHOW_TEXT);
+  const found = [], drawn = new Set(), top = document.querySelector(root);
+  const walker = document.createTreeWalker(top, NodeFilter.SHOW_TEXT);
   const clipped = (rect, element) => {
     let [l, t, r, b] = [rect.left, rect.top, rect.right, rect.bottom];
-    for (let e = element; e; e = e.parentElement) {
+    for (let e = element; e && e !== top.parentElement; e = e.parentElement) {
       if (getComputedStyle(e).overflow !== 'visible') {
         const box = e.getBoundingClientRect();
         l = Math.max(l, box.left); t = Math.max(t, box.top); r = Math.min(r, box.right); b = Math.min(b, box.bottom);

@@ -284,10 +284,11 @@ def test_nothing_of_the_live_dashboard_moves_or_overlaps(browser, server, folder
         "job = BackgroundRun(run, train).start()\ndashboard = LiveDashboard(run.path).start()",
         "print('a later cell')",
     )
-    context = browser.new_context(viewport={"width": width, "height": 2400}, color_scheme=scheme)
+    context = browser.new_context(viewport={"width": 1600, "height": 2400}, color_scheme=scheme)
     context.set_default_timeout(PATIENCE * 1000)
     book = Notebook(context.new_page(), server, f"{name}.ipynb", shots)
     book.run_all()
+    book.page.set_viewport_size({"width": width, "height": 2400})  # later than the menu, which a phone has no room for
     book.page.wait_for_selector(PLOT)
     wait_until(lambda: steps(folder / "runs" / name) > 3, "the first steps")
     time.sleep(2)

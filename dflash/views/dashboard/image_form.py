@@ -126,5 +126,5 @@ def _draw_spans(ax: Any, spans: Sequence[Spans], lanes: list[str]) -> None:
     for group in spans:
         y = [place[lane] for lane in group.lanes]
         ax.barh(y, group.lengths, left=group.starts, height=0.7, color=group.colour, linewidth=0, label=group.name)
-    ax.set_yticks(range(len(lanes)), lanes, fontsize=8.5 if len(lanes) <= 10 else 6.5)
+    ax.set_yticks(range(len(lanes)), lanes, fontsize=8.5 if len(lanes) <= 10 and max(map(len, lanes)) <= 13 else 6.5)
     ax.grid(False, axis="y")

@@ -83,7 +83,8 @@ def _box(index: int, columns: int, height: tuple[int, int, int], panel: Panel) -
     rows, total, head = height
     row, column = divmod(index, columns)
     width, tall = 1 / columns, 1 / rows
-    left, right = 0.068, 0.15 if panel.legend_column else 0.085 if panel.heat is not None else 0.048
+    longest = max(map(len, panel.lanes), default=0)  # of the names to the left of the plot
+    left, right = max(0.068, 0.0085 * longest), 0.15 if panel.legend_column else 0.085 if panel.heat is not None else 0.048
     if columns == 1:  # plotly makes the room itself (`automargin`), however narrow the page
         left, right = 0.0, 0.0
     top = 1 - row * tall
