@@ -37,9 +37,11 @@ WATCH_SHIFTS = """() => {
   window.shifts = [];
   new PerformanceObserver((list) => list.getEntries().forEach((entry) => entry.sources.forEach((source) => {
     const [a, b] = [source.previousRect, source.currentRect];
+    const element = source.node instanceof Element ? source.node : source.node && source.node.parentElement;
+    if (!element || !element.closest('.jp-Notebook')) return;  // JupyterLab's own status bar moves
     if (!b.width || !b.height || !a.width || !a.height) return;
     const far = Math.max(Math.abs(a.top - b.top), Math.abs(a.left - b.left));
-    const name = source.node && (source.node.className || source.node.nodeName);
+    const name = element.getAttribute('class') || element.nodeName;
     if (far > 5) window.shifts.push(`${name} by ${far.toFixed(0)} px`);
   }))).observe({type: 'layout-shift'});
 }"""
