@@ -29,6 +29,10 @@ class RunError(DFlashError):
     """A run folder or a running job is in a state that forbids the request."""
 
 
+class ServerLostError(RunError):
+    """The server that runs the target has ended; what was trained so far is good."""
+
+
 class ResumeError(RunError):
     """A run cannot go on from its checkpoints with these settings."""
 

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from dflash.errors import ConfigError, DFlashError, RunError
+from dflash.errors import ConfigError, DFlashError, RunError, ServerLostError
 from dflash.train.topology import Topology
 
 KILLED = "killed by a signal: "  # begins a line of the ranks' output; what follows names the rank and the signal
@@ -185,6 +185,14 @@ class Cluster:
     def replica(self) -> int:
         """Number of this drafter over all nodes."""
         return self.node * self.roles.drafters + self.index
+
+    def tell_lost(self, error: ServerLostError) -> None:
+        """Tell rank 0 that the server which runs the target is gone."""
+        self.store.set("lost", str(error))
+
+    def lost(self) -> ServerLostError | None:
+        """What a rank told of a server that is gone."""
+        return ServerLostError(self.store.get("lost").decode()) if self.store.check(["lost"]) else None
 
     def leave(self) -> None:
         """Wait for all ranks, then drop the groups."""

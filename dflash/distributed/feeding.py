@@ -15,7 +15,7 @@ from dflash.distributed.accounting import Ledger
 from dflash.distributed.cluster import Cluster
 from dflash.distributed.schedule import Schedule, handshake
 from dflash.target.capture import Features
-from dflash.target.features import FeatureSource
+from dflash.target.features import FeatureSource, UntilLost
 from dflash.train.plan import Planner
 from dflash.train.step import Engine
 
@@ -71,6 +71,7 @@ class TargetEngine(Engine):
     def follow(self, beat: Callable[[], None] = lambda: None) -> None:
         """Feed the drafters until they have closed the run."""
         sent: tuple[list[dist.Work], list[Tensor]] = ([], [])
+        source = UntilLost(self.source, self.cluster.tell_lost)
         for route in Schedule(self.planner, self.cluster, self._first_step, self.last_step):
             if route.target != self.cluster.index:
                 continue
@@ -78,7 +79,7 @@ class TargetEngine(Engine):
             if not self._wait_until_open(route.step):
                 break
             self.ledger.enter("capture", route.step)
-            features = self.source.get(route.item.pack)
+            features = source.get(route.item.pack)
             self.ledger.enter("wait", route.step)
             self.ledger.add_tokens(int(route.item.pack.lengths.sum()))
             for work in sent[0]:  # the one before: it had this capture's time

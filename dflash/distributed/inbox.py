@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,8 +13,9 @@ from torch import Tensor
 
 from dflash.distributed.cluster import Cluster
 from dflash.distributed.schedule import Route, Schedule
+from dflash.errors import ServerLostError
 from dflash.target.capture import Features
-from dflash.target.features import FeatureSource
+from dflash.target.features import FeatureSource, UntilLost
 from dflash.train.plan import WorkItem
 
 if TYPE_CHECKING:
@@ -129,8 +130,9 @@ class HeldOutFeatures:
 class LocalInbox(Inbox):
     """Where every rank has a target of its own: capture when asked, or one item before."""
 
-    def __init__(self, source: FeatureSource):
+    def __init__(self, source: FeatureSource, tell_lost: Callable[[ServerLostError], None] | None = None):
         self.source = source
+        self._steady = source if tell_lost is None else UntilLost(source, tell_lost)
         self._packs: dict[int, Pack] = {}
         self._early: dict[int, Features] = {}
 
@@ -139,7 +141,7 @@ class LocalInbox(Inbox):
         return len(self._early)
 
     def example(self, item: WorkItem) -> Features:
-        return self.source.get(item.pack)
+        return self._steady.get(item.pack)
 
     def held_out(self, packs: list[Pack]) -> FeatureSource:
         return self.source
@@ -148,8 +150,8 @@ class LocalInbox(Inbox):
         self._packs = {item.index: item.pack for item in items}
 
     def capture(self, item: WorkItem) -> None:
-        self._early = {item.index: self.source.get(item.pack)}
+        self._early = {item.index: self._steady.get(item.pack)}
 
     def take(self, index: int) -> Features:
         pack = self._packs.pop(index)
-        return self._early.pop(index) if index in self._early else self.source.get(pack)
+        return self._early.pop(index) if index in self._early else self._steady.get(pack)

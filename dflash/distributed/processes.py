@@ -21,7 +21,7 @@ from dflash.distributed.inbox import Inbox
 from dflash.distributed.replicas import flatten_gradients, refuse_unequal
 from dflash.target.features import FeatureSource
 from dflash.train.plan import Planner, StepPlan
-from dflash.train.step import Engine, Replica, warmup_jobs, zero_sums
+from dflash.train.step import Engine, Replica, refuse_lost, warmup_jobs, zero_sums
 from dflash.train.step_graph import capture
 
 if TYPE_CHECKING:
@@ -80,7 +80,9 @@ class ProcessEngine(Engine):
     def step(self, plan: StepPlan, lr: float) -> Tensor:
         """Rank 0: have every drafter run this step, and run this rank's share."""
         self._order(STEP, plan.step, lr)
-        return self._run(plan, lr)
+        result = self._run(plan, lr)
+        refuse_lost(result, self.cluster.lost())
+        return result
 
     def follow(self, beat: Callable[[], None] = lambda: None) -> None:
         """The other drafters: do what rank 0 orders, until it ends."""

@@ -40,7 +40,7 @@ def make_engine(
         handshake(cluster)
         inbox = Received(cluster, Schedule(planner, cluster, first_step, last_step), queue_depth)
     else:
-        inbox = LocalInbox(source)
+        inbox = LocalInbox(source, cluster.tell_lost)
     kind = ShardedEngine if isinstance(replica, ShardedReplica) else ProcessEngine
     return kind(cluster, replica, planner, inbox, ahead, last_step, Ledger(cluster.name, cluster.device, metrics))
 

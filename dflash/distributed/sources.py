@@ -42,7 +42,10 @@ def make_sources(prepared: Prepared) -> list[FeatureSource]:
 
 
 def _another(prepared: Prepared, devices: tuple[torch.device, ...]) -> Target:
-    """The run's target once more; one that is spread over devices is read again, as it cannot be copied as a whole."""
+    """The run's target once more; one that is spread over devices is read again, as it cannot be copied as a whole. A server
+    is asked by all workers."""
+    if prepared.resolved.target.served:
+        return prepared.target
     if len(devices) == 1:
         return copy_target(prepared.target, devices[0])
     return shard_target(load_run_target(prepared.resolved, CPU, self_test=False), devices)

@@ -27,11 +27,11 @@ from dflash.distributed.sources import OnDevice, make_sources
 from dflash.errors import ConfigError
 from dflash.runs.record import Run
 from dflash.runs.worker_log import worker_output
-from dflash.target.features import FeatureSource
+from dflash.target.features import FeatureSource, UntilLost
 from dflash.train.holding import of_drafter, of_target
 from dflash.train.plan import Planner, StepPlan
 from dflash.train.prepare import Prepared
-from dflash.train.step import Engine, Replica, warmup_jobs
+from dflash.train.step import Engine, Replica, refuse_lost, warmup_jobs
 from dflash.train.step_graph import capture
 
 if TYPE_CHECKING:
@@ -68,11 +68,11 @@ class PipelineEngine(Engine):
     ):
         if paired and len(sources) != len(replicas):
             raise ConfigError(f"paired targets and drafters must be as many, got {len(sources)} and {len(replicas)}")
-        self.replica, self.replicas, self.sources = replicas[0], list(replicas), list(sources)
+        self.replica, self.replicas, self.sources = replicas[0], list(replicas), [UntilLost(s) for s in sources]
         self.source_devices = [torch.device(d) for d in source_devices]
         self.planner = planner
         self.last_step, self.queue_depth, self.paired = last_step, queue_depth, paired
-        self.held_out: FeatureSource = OnDevice(self.sources[0], self.source_devices[0])  # asked by the driving thread
+        self.held_out: FeatureSource = OnDevice(sources[0], self.source_devices[0])  # asked by the driving thread
         self.run = run
         self.monitor = Monitor()
         self.reduce = GradientSum(self.replicas)
@@ -115,7 +115,7 @@ class PipelineEngine(Engine):
 
     def named_tensors(self) -> Iterator[tuple[str, Iterable[Tensor]]]:
         for source in self.sources:
-            yield from of_target(source)
+            yield from of_target(source.source)
         for replica in self.replicas:
             yield from of_drafter(replica.drafter, replica.optimizer)
         for lane in self.hand_over.lanes:
@@ -147,7 +147,9 @@ class PipelineEngine(Engine):
         self._report(force=plan.step == self.last_step)
         device = self.replica.device
         present = [s.to(device) for s in sums if s is not None]
-        return torch.cat([torch.stack(present).sum(0), applied[0]])
+        result = torch.cat([torch.stack(present).sum(0), applied[0]])
+        refuse_lost(result, next((source.lost for source in self.sources if source.lost), None))
+        return result
 
     def close(self) -> None:
         """Stop the workers, whatever state they are in."""

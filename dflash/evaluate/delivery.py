@@ -115,7 +115,10 @@ def _served_as(name: str | None, options: ExportOptions) -> str | None:
     if is_folder(name):
         return str(Path(name).expanduser().resolve())
     try:
-        return None if resolve_source(name).gguf_file else str(name)
+        source = resolve_source(name)
+        if source.server is not None:
+            return str(Path(source.location).resolve())
+        return None if source.gguf_file else str(name)
     except TargetError:  # it has moved since
         return str(name)
 

@@ -153,7 +153,7 @@ def prepare_case(options: ServeOptions, folder: Path, say: Say) -> Case:
     """The export and the target's folder, both in the run folder where none is named, and our own target and drafter."""
     device, dtype = device_named(options.device), dtype_named(options.dtype)
     resolved = recall(run_folder(options.run))
-    name = resolved.target.name
+    name = resolve_source(resolved.target.name).location if resolved.target.served else resolved.target.name
     export = Path(options.drafter) if options.drafter else folder / options.layout
     target_folder = Path(name).expanduser() if is_folder(name) else folder.parent / "target"  # as `dflash report` names it
     if options.drafter is None:

@@ -41,6 +41,9 @@ class Place(Protocol):
     def prepare(self, resolved: ResolvedRun, data: Data, first_step: int, say: Say) -> Engine:
         """Load this process's models and make its engine."""
 
+    def close(self) -> None:
+        """Stop the server that this process has started for the target; called on every way out."""
+
 
 @dataclass
 class Course:
@@ -101,6 +104,7 @@ class Course:
             self.run.metrics.write("data", source=data.report.source, **told)
         state = place.load_state(self.say) if resume else None
         held.enter_context(one_host_thread(resolved.topology.devices))
+        held.callback(place.close)
         engine = place.prepare(resolved, data, 1 if state is None else state["step"] + 1, self.say)
         held.callback(engine.close)
         if state is not None:

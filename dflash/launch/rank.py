@@ -6,6 +6,7 @@ import json
 import os
 import time
 from contextlib import ExitStack
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -25,10 +26,12 @@ from dflash.runs.lock import locked
 from dflash.runs.record import Run
 from dflash.target.capture import Target
 from dflash.target.random_weights import RandomHead, random_head
+from dflash.target.served import ServedTarget
+from dflash.target.server import LOADING
 from dflash.target.spread import shard_target
 from dflash.train.checkpoint import checkpoint_folder, load_trainer_state
 from dflash.train.memory_help import explained
-from dflash.train.prepare import Data, load_run_target, make_drafter, make_planner, make_run_source
+from dflash.train.prepare import Data, load_run_target, make_drafter, make_planner, make_run_source, open_run_server
 from dflash.train.resolve import settle_run
 from dflash.train.resolved import ResolvedRun, read_resolved
 from dflash.train.resume import load_training, refuse_resume
@@ -114,6 +117,11 @@ class Rank:
         self.run, self.cluster, self.whole = run, cluster, whole
         self.leads = cluster.rank == 0
         self._metrics = run.metrics if cluster.node == 0 else None
+        self._served: ServedTarget | None = None
+
+    def close(self) -> None:
+        if self._served is not None:
+            self._served.close()
 
     def sampled(self, resolved: ResolvedRun) -> list[str]:
         mine = self.cluster.node == 0 and (self.cluster.device.type == "cuda" or self.leads)
@@ -131,13 +139,25 @@ class Rank:
         return load_trainer_state(checkpoint_folder(self.run.path, int(cluster.store.get("resumed"))), whole)
 
     def prepare(self, resolved: ResolvedRun, data: Data, first_step: int, say: Say) -> Engine:
+        if resolved.target.served:
+            self._served = self._meet_server(resolved, say)
         make = self._drafter if self.cluster.drafts else self._target
         return make(resolved, data, first_step, say)
+
+    def _meet_server(self, resolved: ResolvedRun, say: Say) -> ServedTarget:
+        """The target in its server, one on each node: the node's first rank starts it, the others ask it."""
+        cluster, key = self.cluster, f"server/{self.cluster.node}"
+        if cluster.local == 0:
+            served = open_run_server(resolved, say, self.run.path / "logs")
+            cluster.store.set(key, served.url)
+            return served
+        cluster.store.wait([key], timedelta(seconds=LOADING))
+        return open_run_server(resolved, logs=self.run.path / "logs", url=cluster.store.get(key).decode())
 
     def _target(self, resolved: ResolvedRun, data: Data, first_step: int, say: Say) -> TargetEngine:
         devices = resolved.topology.targets[self.cluster.index]
         spread = len(devices) > 1
-        target = load_run_target(resolved, CPU if spread else devices[0], say, self_test=not spread)
+        target = self._served or load_run_target(resolved, CPU if spread else devices[0], say, self_test=not spread)
         if spread:
             say(shard_target(target, devices).describe())
         train = resolved.config.train
@@ -170,8 +190,10 @@ class Rank:
             metrics=self._metrics,
         )
 
-    def _what_a_drafter_needs(self, resolved: ResolvedRun) -> Target | RandomHead:
+    def _what_a_drafter_needs(self, resolved: ResolvedRun) -> Target | ServedTarget | RandomHead:
         """The rank's own target; or one on the CPU to read from, of which random weights leave all but the head out."""
+        if self._served is not None:
+            return self._served
         if self.cluster.roles.paired:
             return load_run_target(resolved, self.cluster.device)
         if resolved.target.random:

@@ -22,6 +22,8 @@ from dflash.runs.control import RunControl
 from dflash.runs.environment import environment_summary
 from dflash.runs.lock import locked, refuse_running
 from dflash.runs.record import ENVIRONMENT_NAME, Run, metrics_path, read_metrics
+from dflash.target.capture import Target
+from dflash.target.served import ServedTarget
 from dflash.train.checkpoint import latest_checkpoint
 from dflash.train.loop import Outcome
 from dflash.train.memory_help import explained
@@ -119,6 +121,11 @@ class InThisProcess:
 
     def __init__(self, run: Run):
         self.run = run
+        self._target: Target | ServedTarget | None = None
+
+    def close(self) -> None:
+        if self._target is not None:
+            self._target.close()
 
     def sampled(self, resolved: ResolvedRun) -> list[str]:
         return [str(device) for device in resolved.topology.devices]
@@ -127,7 +134,8 @@ class InThisProcess:
         return load_training(self.run, say)
 
     def prepare(self, resolved: ResolvedRun, data: Data, first_step: int, say: Say) -> Engine:
-        prepared = prepare(resolved, say, data)
+        prepared = prepare(resolved, say, data, self.run.path / "logs")
+        self._target = prepared.target
         capture_features(prepared.source, data, say)
         if resolved.topology.serial:
             return SerialEngine(Replica(prepared.drafter, resolved.config.train), prepared.source, prepared.planner)

@@ -238,13 +238,7 @@ class Target:
         Returns:
             `Features`; rows of the padding tail are zero.
         """
-        if input_ids.dim() != 2 or input_ids.shape[0] != 1:
-            raise TargetError(f"input_ids has shape {tuple(input_ids.shape)}; wanted [1, T]")
-        total = input_ids.shape[1]
-        sizes = [total] if lengths is None else [int(size) for size in lengths.reshape(-1).tolist() if size]
-        if min(sizes, default=1) < 0 or sum(sizes) > total:
-            raise TargetError(f"lengths sum to {sum(sizes)}, but the pack has {total} tokens")
-        _check_positions(position_ids, sizes, total)
+        sizes, total = document_sizes(input_ids, lengths, position_ids), input_ids.shape[1]
         ids = to_device(input_ids, self.device)
         starts = [0, *accumulate(sizes)]
         width, hidden = len(self.layer_ids), self.hidden_size
@@ -312,6 +306,18 @@ def group_documents(sizes: list[int], max_tokens: int, slack: float = 0.75) -> l
     return groups
 
 
+def document_sizes(input_ids: Tensor, lengths: Tensor | None, position_ids: Tensor | None) -> list[int]:
+    """Lengths of the documents of a row [1, T]; see `Target.capture`. Raises TargetError."""
+    if input_ids.dim() != 2 or input_ids.shape[0] != 1:
+        raise TargetError(f"input_ids has shape {tuple(input_ids.shape)}; wanted [1, T]")
+    total = input_ids.shape[1]
+    sizes = [total] if lengths is None else [int(size) for size in lengths.reshape(-1).tolist() if size]
+    if min(sizes, default=1) < 0 or sum(sizes) > total:
+        raise TargetError(f"lengths sum to {sum(sizes)}, but the pack has {total} tokens")
+    _check_positions(position_ids, sizes, total)
+    return sizes
+
+
 def _check_positions(position_ids: Tensor | None, sizes: list[int], total: int) -> None:
     if position_ids is None:
         return
@@ -369,7 +375,12 @@ def load_target(
     if layer_ids is not None:
         validate_layer_ids(layer_ids, config.num_hidden_layers)
     tokenizer = load_tokenizer(source, config)
-    model = load_model(source, dtype, attention, device)
+    try:
+        model = load_model(source, dtype, attention, device)
+    except TargetError as error:
+        if source.server is None:
+            raise
+        raise TargetError(f"{error}. A server runs this target in training; to decode, it has to be loaded here") from error
     unused = getattr(model, "unused_weights", ())  # biases that this architecture has not, layers past the config's last
     left = f" ({len(unused)} weights of its files are not used, first {unused[0]})" if unused else ""
     target = Target(model, tokenizer, layer_ids, source.name, note=source.size_note + left)

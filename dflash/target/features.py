@@ -7,6 +7,7 @@ not fit are captured again each time (counted), so a long run neither fills the 
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import threading
 import time
@@ -20,7 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from dflash.errors import ConfigError, TargetError
+from dflash.errors import ConfigError, ServerLostError, TargetError
 from dflash.target.capture import Features, Target
 
 if TYPE_CHECKING:
@@ -67,6 +68,35 @@ class OnlineFeatures:
 
     def close(self) -> None:
         pass
+
+
+class UntilLost:
+    """A source for training steps that does not fail when a target's server is gone: its features are NaN from then on.
+
+    A step over them changes no weight, on any engine and in any rank. Who drives the engine then finds `lost`, or what
+    `tell` passed on, and ends the run with a checkpoint of the step before.
+    """
+
+    def __init__(self, source: FeatureSource, tell: Callable[[ServerLostError], None] = lambda error: None):
+        self.source, self.tell = source, tell
+        self.lost: ServerLostError | None = None
+        self._like: list[tuple] | None = None
+
+    def get(self, pack: Pack) -> Features:
+        try:
+            if self.lost is None:
+                features = self.source.get(pack)
+                self._like = [(t.shape, t.dtype, t.device) for t in features.tensors]
+                return features
+        except ServerLostError as error:
+            if self._like is None:
+                raise
+            self.lost = error
+            self.tell(error)
+        return Features(*(torch.full(s, math.nan, dtype=kind, device=device) for s, kind, device in self._like))
+
+    def close(self) -> None:
+        self.source.close()
 
 
 @dataclass

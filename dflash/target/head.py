@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
 from dflash.errors import TargetError
@@ -22,6 +24,7 @@ _EMBED_SUFFIXES = (
     "tok_embeddings.weight",
 )
 _HEAD_SUFFIXES = ("lm_head.weight", "embed_out.weight", "output.weight")
+_NORM_SUFFIXES = ("norm.weight", "norm_f.weight", "final_layernorm.weight", "ln_f.weight")
 
 
 def target_tables(name: str) -> tuple[Tensor, Tensor]:
@@ -46,17 +49,7 @@ def find_embedding_weights(folder: str | Path) -> tuple[torch.Tensor, torch.Tens
 
     Raises TargetError listing near names when no embedding is found.
     """
-    from safetensors import safe_open
-
-    folder = Path(folder)
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        places = json.loads(index.read_text())["weight_map"]
-    else:
-        places = {}
-        for file in sorted(folder.glob("*.safetensors")):
-            with safe_open(file, "pt") as reader:
-                places.update(dict.fromkeys(reader.keys(), file.name))
+    places = _places(folder)
     embed_name = _pick_name(places, _EMBED_SUFFIXES)
     if embed_name is None:
         near = difflib.get_close_matches("embed_tokens.weight", places, n=4, cutoff=0.3) or sorted(places)[:4]
@@ -64,20 +57,42 @@ def find_embedding_weights(folder: str | Path) -> tuple[torch.Tensor, torch.Tens
             f"no input embedding among the {len(places)} tensors of {folder}: looked for names ending "
             f"in {', '.join(_EMBED_SUFFIXES)}; near: {', '.join(near) or 'none'}"
         )
-
-    def read(name: str) -> torch.Tensor:
-        with safe_open(folder / places[name], "pt") as reader:
-            return reader.get_tensor(name)
-
-    embed = read(embed_name)
+    embed = _read(places, embed_name)
     head_name = _pick_name(places, _HEAD_SUFFIXES)
-    head = embed if head_name is None else read(head_name)
+    head = embed if head_name is None else _read(places, head_name)
     if head.shape != embed.shape:
         raise TargetError(
             f"{head_name} has shape {tuple(head.shape)} but {embed_name} {tuple(embed.shape)}; "
             "wanted both [vocabulary, hidden]"
         )
     return embed, head
+
+
+def find_final_norm(folder: str | Path) -> Tensor:
+    """The weight [H] of the norm between the last layer and the head. Raises TargetError where there is none."""
+    places = _places(folder)
+    name = _pick_name([name for name in places if not re.search(r"\.\d+\.", name)], _NORM_SUFFIXES)
+    if name is None:
+        raise TargetError(f"no final norm among the tensors of {folder}: wanted a name in {', '.join(_NORM_SUFFIXES)}")
+    return _read(places, name)
+
+
+def _places(folder: str | Path) -> dict[str, Path]:
+    """File of every tensor of a safetensors checkpoint."""
+    folder = Path(folder)
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        return {name: folder / file for name, file in json.loads(index.read_text())["weight_map"].items()}
+    places = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "pt") as reader:
+            places.update(dict.fromkeys(reader.keys(), file))
+    return places
+
+
+def _read(places: dict[str, Path], name: str) -> Tensor:
+    with safe_open(places[name], "pt") as reader:
+        return reader.get_tensor(name)
 
 
 def _pick_name(names, suffixes: tuple[str, ...]) -> str | None:

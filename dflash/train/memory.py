@@ -21,6 +21,7 @@ from dflash.drafter.fp8_head import memory_bytes as fp8_head_bytes
 from dflash.drafter.losses import DEFAULT_CHUNK_ROWS, peak_bytes
 from dflash.errors import ConfigError
 from dflash.runs.environment import memory_total
+from dflash.target.loading import is_served
 from dflash.train.settings import RunConfig
 from dflash.train.topology import Topology
 
@@ -94,8 +95,9 @@ def estimate(
     soft = bool(config.train.soft_labels)
     target_dtype = compute_dtype(config.target.target_dtype, topology.targets[0][0])
     row = (captured + soft) * hidden  # features of one token that cross
-    weights, _ = count_parameters(target_config)
-    capture = _capture_bytes(target_config, tokens, target_dtype.itemsize)
+    served = is_served(config.target.target)  # then its embedding and head are all that is here
+    weights = 2 * drafter_config.vocab_size * hidden if served else count_parameters(target_config)[0]
+    capture = 0 if served else _capture_bytes(target_config, tokens, target_dtype.itemsize)
     whole = {devices[0] for devices in topology.targets if len(devices) == 1}  # devices that hold a target as a whole
     on_cpu = 0
     for devices in topology.targets:

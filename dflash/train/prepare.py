@@ -8,7 +8,9 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,13 +37,16 @@ from dflash.errors import DataError
 from dflash.target.capture import Target, load_target
 from dflash.target.choices import choose_mask_token_id
 from dflash.target.features import CachedFeatures, FeatureSource, make_source
+from dflash.target.hosting import ServerOptions
 from dflash.target.loading import load_config, load_tokenizer, resolve_source
 from dflash.target.random_weights import RandomHead
+from dflash.target.served import ServedTarget, open_served
 from dflash.target.speed import preflight
 from dflash.target.spread import shard_target
 from dflash.train.memory import estimate, refuse_what_does_not_fit
 from dflash.train.plan import Planner
 from dflash.train.resolved import ResolvedRun
+from dflash.train.topology import is_cpu
 from dflash.views.style import duration
 
 Say = Callable[[str], None]
@@ -69,7 +74,7 @@ class Prepared:
 
     resolved: ResolvedRun
     data: Data
-    target: Target
+    target: Target | ServedTarget
     drafter: DFlashDrafter
     planner: Planner
     source: FeatureSource
@@ -154,17 +159,24 @@ def _part(conversations: list[Conversation], held_out: int) -> tuple[list[Conver
     return train, kept[:held_out]
 
 
-def prepare(resolved: ResolvedRun, say: Say = lambda line: None, data: Data | None = None) -> Prepared:
+def prepare(
+    resolved: ResolvedRun, say: Say = lambda line: None, data: Data | None = None, logs: Path | None = None
+) -> Prepared:
     """Load the first target, make the first drafter and get the features ready.
 
     Args:
         say: gets one line of progress at a time.
         data: what `prepare_data` gave, if it was already called.
+        logs: folder for the log of a server that runs the target.
     """
     data = data or prepare_data(resolved)
     devices, device = resolved.topology.targets[0], resolved.topology.drafters[0]
-    with on(devices[0]):
-        target = load_run_target(resolved, devices[0] if len(devices) == 1 else torch.device("cpu"), say)
+    with on(devices[0]), ExitStack() as failing:
+        if resolved.target.served:
+            target = open_run_server(resolved, say, logs)
+            failing.callback(target.close)
+        else:
+            target = load_run_target(resolved, devices[0] if len(devices) == 1 else torch.device("cpu"), say)
         if target.is_hybrid:
             say(preflight(target).message or "hybrid target with fast linear-attention kernels")
         drafter = make_drafter(resolved, target, data, device, say)
@@ -172,9 +184,30 @@ def prepare(resolved: ResolvedRun, say: Say = lambda line: None, data: Data | No
         source = make_run_source(resolved, target, data, device)
         if isinstance(source, CachedFeatures):
             say(f"features are captured once and kept {source.where}")
+        failing.pop_all()
     if len(devices) > 1:
         say(shard_target(target, devices).describe())
     return Prepared(resolved, data, target, drafter, make_planner(resolved, data, drafter), source)
+
+
+def open_run_server(
+    resolved: ResolvedRun, say: Say = lambda line: None, logs: Path | None = None, url: str | None = None
+) -> ServedTarget:
+    """The run's target in its server, which is started where it has to be. `url`: of one that another rank has started."""
+    options = resolved.config.target
+    gpus = resolved.config.runtime.target_gpus
+    server = ServerOptions(
+        options.server_python,
+        options.server_args,
+        resolved.config.data.pack_length,
+        tuple(map(int, gpus.split(","))) if isinstance(gpus, str) and gpus and not is_cpu(gpus) else None,
+        resolved.config.runtime.gpus_per_target,
+        None if logs is None else logs / "server.log",
+    )
+    source = resolve_source(resolved.target.name)
+    target = open_served(source, resolved.layer_ids, resolved.target_dtype, server, url, say)
+    say(target.describe())
+    return target
 
 
 def load_run_target(resolved: ResolvedRun, device: torch.device, say: Say = lambda line: None, **options) -> Target:

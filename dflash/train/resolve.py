@@ -30,6 +30,7 @@ from dflash.errors import ConfigError
 from dflash.runs.record import CONFIG_NAME, read_metrics
 from dflash.runs.sinks import refuse_missing
 from dflash.target.choices import choose_mask_token_id, default_layer_ids, validate_layer_ids, validate_mask_token_id
+from dflash.target.hosting import check_python
 from dflash.target.loading import declared_end_ids, load_config, load_tokenizer, resolve_source
 from dflash.target.random_weights import is_random
 from dflash.train.checkpoint import checkpoint_facts, checkpoints
@@ -71,6 +72,8 @@ def resolve(
     count = available_gpus() if gpus is None else gpus
     resolved, shape = _settle(config, decide(config.runtime, count), before or Before(), nodes, count)
     _refuse_kernels(resolved)
+    if resolve_source(config.target.target).server == "":
+        check_python(config.target.server_python)
     _make_cache_folder(resolved.config.train.cache_dir)
     unknown = {} if ask_gpus else {device: None for device in resolved.topology.devices if device.type == "cuda"}
     memory = estimate(resolved.config, resolved.drafter, shape, resolved.topology, unknown)
@@ -115,6 +118,7 @@ def recall(run_path: str | os.PathLike[str]) -> ResolvedRun:
 
 def _settle(config: RunConfig, topology: Topology, before: Before, nodes: int, gpus: int) -> tuple[ResolvedRun, Any]:
     """The resolved run without its memory, and the target's config."""
+    asked = _digest(config)
     source = resolve_source(config.target.target)
     shape = load_config(source)
     tokenizer = load_tokenizer(source, shape)
@@ -149,6 +153,8 @@ def _settle(config: RunConfig, topology: Topology, before: Before, nodes: int, g
         graph = False
         notes.append("step_graph is off: the pass of a sharded drafter gathers its weights as it goes")
     packs = _packs_per_step(config.train.packs_per_step, nodes * len(topology.drafters), before, notes)
+    if source.server is not None:
+        topology, config = _beside_a_server(topology, config)
     settled = replace(
         config,
         target=replace(
@@ -164,7 +170,7 @@ def _settle(config: RunConfig, topology: Topology, before: Before, nodes: int, g
         source.name, shape.model_type, shape.num_hidden_layers, shape.hidden_size, shape.vocab_size, tuple(ends)
     )
     resolved = ResolvedRun(
-        asked=_digest(config),
+        asked=asked,
         gpus=gpus,
         nodes=nodes,
         packs_asked=config.train.packs_per_step,
@@ -178,6 +184,21 @@ def _settle(config: RunConfig, topology: Topology, before: Before, nodes: int, g
         day=date.today().isoformat() if before.day is None else before.day,
     )
     return resolved, shape
+
+
+def _beside_a_server(topology: Topology, config: RunConfig) -> tuple[Topology, RunConfig]:
+    """Who runs where when a server runs the target: the GPUs that a target would have had are its, and who asks it does so
+    from the host (under torchrun each drafter for itself)."""
+    gpus = [device.index for target in topology.targets for device in target if device.type == "cuda"]
+    if not gpus:
+        return topology, config
+    ranks = config.runtime.launcher == "torchrun"
+    askers = tuple((device,) for device in topology.drafters) if ranks else ((CPU,), (CPU,))
+    named = ",".join(map(str, dict.fromkeys(gpus)))
+    reason = f"{topology.reason}; the server has GPU {named}, and what it gives crosses the host"
+    return Topology(topology.drafters, askers, ranks, reason), replace(
+        config, runtime=replace(config.runtime, target_gpus=named)
+    )
 
 
 def _digest(config: RunConfig) -> str:

@@ -21,6 +21,7 @@ from dflash.drafter.attention import default_backend
 from dflash.drafter.config import DrafterConfig
 from dflash.errors import ConfigError
 from dflash.runs.record import RESOLVED_NAME
+from dflash.target.loading import is_served
 from dflash.target.random_weights import is_random
 from dflash.train.memory import DeviceMemory
 from dflash.train.settings import RunConfig
@@ -41,6 +42,11 @@ class TargetFacts:
     @property
     def random(self) -> bool:
         return is_random(self.name)
+
+    @property
+    def served(self) -> bool:
+        """Whether a vLLM server runs it."""
+        return is_served(self.name)
 
 
 @dataclass(frozen=True)

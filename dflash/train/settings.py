@@ -39,12 +39,14 @@ def _require(condition: bool, message: str) -> None:
 class TargetOptions:
     """Which frozen model, and what is read from it."""
 
-    target: str = "smollm2"  # "smollm2" (packaged), a local folder, a .gguf file, a hub id, or "random:qwen3.6-27b"
+    target: str = "smollm2"  # "smollm2" (packaged), a folder, a .gguf file, a hub id, "random:qwen3.6-27b", "vllm:FOLDER"
     target_layers: tuple[int, ...] | None = None  # captured layer ids (id l = output of layer l); None: evenly spread
     num_captured: int  # how many layers when target_layers is None
     target_dtype: str = "auto"  # "auto", "float32" or "bfloat16"
     target_attention: str = "auto"  # transformers' name ("sdpa", "eager" ...); "auto" takes what the model supports
     fast_capture: bool = True  # on a GPU, capture by the fast kernels where they agree with the plain path
+    server_python: str | None = None  # vllm:FOLDER: the Python of an environment with vLLM
+    server_args: str = ""  # vllm:FOLDER: more arguments of `vllm serve`
 
     def __post_init__(self) -> None:
         _require(self.num_captured >= 1, f"num_captured must be at least 1, got {self.num_captured}")

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +19,7 @@ from dflash.drafter.attention import default_backend
 from dflash.drafter.model import DFlashDrafter
 from dflash.drafter.objective import Objective
 from dflash.drafter.pack_plan import PackPlan
+from dflash.errors import ServerLostError
 from dflash.train.holding import of_drafter, of_target
 from dflash.train.optimizer import MasterAdamW
 from dflash.train.plan import StepPlan, WorkItem
@@ -172,6 +174,12 @@ def read_sums(values: list[float]) -> dict[str, float | list[float]]:
 def zero_sums(block_size: int, device: torch.device) -> Tensor:
     """The `metric_sums` of no item."""
     return torch.zeros(len(SCALARS) + len(PER_SLOT) * (block_size - 1), dtype=torch.float64, device=device)
+
+
+def refuse_lost(result: Tensor, lost: ServerLostError | None) -> None:
+    """Raises what ended the target's server where that spoilt the step with this result: no weight has changed."""
+    if lost is not None and not math.isfinite(float(result[-2])):
+        raise lost
 
 
 class Engine:
