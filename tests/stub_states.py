@@ -54,7 +54,7 @@ class States(ThreadingHTTPServer):
         self.connector, self.lose, self.fail, self.delay, self.left = True, False, False, 0.0, None
         self.change = lambda tensors: None
         self.tokenize = chat_tokenizer().encode
-        self.longest = 4096
+        self.longest = 8192
         self.asked, self.together, self.most = 0, 0, 0  # requests; at the same time now, and at most
         self.turn = threading.Lock()
 

@@ -1,4 +1,4 @@
-"""A real vLLM gives a run its features: SmolLM2 against the model in process, a server that is killed, a quantised mixture of
+"""A real vLLM gives a run its features: SmolLM2 against the model in process, a killed server, a quantised mixture of
 experts that transformers cannot load here."""
 
 from __future__ import annotations
