@@ -178,7 +178,7 @@ def test_names(tiny, tmp_path, monkeypatch):
 def config_of(server, data, **changes):
     settings = dict(target=server.target, data=str(data), held_out=2, pack_length=64, max_anchors=16, block_size=4)
     settings |= dict(num_captured=2, drafter_layers=1, steps=8, eval_every=4, checkpoint_every=100, features="online")
-    settings |= dict(max_minutes=None, lr=1e-3, gpus="cpu", dtype="float32", warm_start=False)
+    settings |= dict(max_minutes=None, lr=1e-3, gpus="cpu", dtype="float32", target_dtype="float32", warm_start=False)
     return RunConfig.from_parameters(recipe="cpu", **(settings | changes))
 
 
