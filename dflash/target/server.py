@@ -121,12 +121,12 @@ class Server:
                 raise RunError(f"the server did not answer within {self.timeout:.0f} s; its log is {self.log}")
             time.sleep(0.3)
 
-    def stop(self) -> None:
-        """End the server and all that it started; nothing of it runs on afterwards."""
+    def stop(self, patience: float = PATIENCE) -> None:
+        """End the server and all that it started, which is gone afterwards. `patience`: seconds until it is killed."""
         process = self._process
         if process is None:
             return
-        for number, seconds in ((signal.SIGTERM, PATIENCE), (signal.SIGKILL, 10.0)):
+        for number, seconds in ((signal.SIGTERM, patience), (signal.SIGKILL, 10.0)):
             if not _signal_group(process.pid, number):
                 break
             end = time.monotonic() + seconds
