@@ -143,7 +143,7 @@ def test_auto_dtypes_stay_those_of_the_checkpoint(run, monkeypatch):
         found = settle_run(run, config) if going_on else resolve(config)
         assert (found.dtype, found.target_dtype) == (wanted, wanted) and not found.notes
     on_gpu = RunConfig.from_parameters(**TINY, dtype="auto", gpus="0", target_gpus="0")  # decided by number alone
-    found = resolve(on_gpu, Before("bfloat16", "float32"), gpus=1, ask_gpus=False)
+    found = resolve(on_gpu, Before("bfloat16", "float32", attention="flex"), gpus=1, ask_gpus=False)
     assert (found.target_dtype, found.dtype) == (torch.bfloat16, torch.float32)
     assert found.notes == ("dtype stays float32, as the checkpoint was trained; dtype=bfloat16 is faster on cuda:0",)
 
