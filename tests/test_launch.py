@@ -344,7 +344,7 @@ def test_ranks_that_outlive_their_kernel_write_the_one_end(tmp_path, monkeypatch
 
     thread = threading.Thread(target=rank)
     thread.start()
-    assert held.wait(10)
+    assert held.wait(PATIENCE)
     _close_record(folder, KILLED)
     thread.join()
     ends = [r for r in read_metrics(folder)[0] if r["kind"] == "run_end"]

@@ -254,7 +254,7 @@ def test_a_slow_drafter_makes_the_targets_wait():
         assert {s.features.all_hidden_states.data_ptr() for s in engine.hand_over.lanes[0].slots} == buffers
     finally:
         engine.close()
-    assert engine.target_ledgers[0].waiting > engine.target_ledgers[0].busy
+    assert engine.target_ledgers[0].waiting > 0.3  # most of both pauses
 
 
 def test_closing_in_the_middle_leaves_no_thread():

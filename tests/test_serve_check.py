@@ -6,11 +6,11 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
+from patience import wait_until
 from stub_server import fake_environment, stub
 from test_evaluate import tiny_run
 from tiny_models import random_drafter, slow_greedy, tiny_target
@@ -258,10 +258,7 @@ def test_a_killed_check_leaves_no_server(tmp_path, deaf):
     assert all(map(alive, pids))
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    end = time.monotonic() + 60
-    while any(map(alive, pids)) and time.monotonic() < end:
-        time.sleep(0.1)
-    assert not any(map(alive, pids))
+    wait_until(lambda: not any(map(alive, pids)), "the server and its child to end")
 
 
 def test_a_server_that_is_killed_while_loading_is_told_by_its_signal(tmp_path):

@@ -273,17 +273,18 @@ def test_a_background_failure_is_raised_where_it_is_waited_for(tmp_path):
 
 
 def test_a_background_run_stops_on_request(tmp_path):
-    run = Run.create(tmp_path, {}, "r")
+    run, stepped = Run.create(tmp_path, {}, "r"), threading.Event()
 
     def train(control):
         steps = 0
         while control.at_step():
             steps += 1
+            stepped.set()
             time.sleep(0.01)
         return steps
 
     job = BackgroundRun(run, train, control=RunControl(run.path, run.metrics, poll_interval=0.01)).start()
-    time.sleep(0.1)
+    assert stepped.wait(PATIENCE)
     job.stop()
     assert job.wait(PATIENCE) >= 1
     assert kinds(run.path, "run_end")[0]["status"] == "interrupted"
