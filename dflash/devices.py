@@ -39,6 +39,12 @@ def on(device: torch.device) -> AbstractContextManager:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
+def synchronize(device: torch.device) -> None:
+    """Wait for all work that was queued on a CUDA device; on the CPU it is done already."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def default_device() -> str:
     """ "cuda" where there is a GPU, else "cpu"."""
     return "cuda" if torch.cuda.is_available() else "cpu"

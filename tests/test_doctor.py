@@ -13,7 +13,7 @@ from patience import PATIENCE
 from dflash.commands import doctor as doctor_command
 from dflash.diagnose import coldrun, doctor, probes
 from dflash.diagnose.isolated import IsolatedResult, run_isolated
-from dflash.diagnose.probes import ProbeResult, run_probe, table
+from dflash.diagnose.probes import ProbeResult, probe_rows, run_probe
 
 
 def result(name: str, protected: bool, verdict: str) -> ProbeResult:
@@ -131,8 +131,9 @@ def test_the_page_shows_everything(monkeypatch, capsys):
         for protected in (False, True)
     ]
     monkeypatch.setattr(doctor, "run_probes", lambda **kwargs: shown)
-    monkeypatch.setattr(doctor, "flex_compiles", lambda **kwargs: {"cpu": {"ok": True, "detail": "forward"}})
-    monkeypatch.setattr(doctor, "_measured_overhead", lambda limit: 4.2)
+    monkeypatch.setattr(doctor, "flex_compiles", lambda: {"cpu": {"ok": True, "detail": "forward"}})
+    overhead = IsolatedResult({"overhead_us": 4.2}, False, 0, 1.0, "")
+    monkeypatch.setattr(doctor, "run_isolated", lambda *arguments: overhead)
     assert doctor_command.main(argparse.Namespace(json=False, quick=True)) == 0
     text = capsys.readouterr().out
     for expected in (
@@ -160,8 +161,8 @@ def test_the_command_is_registered():
 
 
 def test_the_table_has_one_line_for_each_probe():
-    lines = table([result("fx_flag_race", False, "fault"), result("fx_flag_race", True, "clean")]).splitlines()
-    assert len(lines) == 3 and lines[2].split()[:3] == ["fx_flag_race", "fault", "clean"]
+    rows = probe_rows([result("fx_flag_race", False, "fault"), result("fx_flag_race", True, "clean")])
+    assert len(rows) == 1 and list(rows[0].values())[:3] == ["fx_flag_race", "fault", "clean"]
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ from patience import PATIENCE
 from dflash.diagnose.choices import choose_compiler, choose_device, choose_devices, choose_probes
 from dflash.diagnose.coldrun import ColdReport
 from dflash.diagnose.kernel import KernelCase, case_rule, kernel_cases, reference_error
-from dflash.diagnose.launches import launch_rows, probe_rows, timeline_bundle, timeline_text
-from dflash.diagnose.probes import PROBES, ProbeResult
+from dflash.diagnose.launches import launch_rows, timeline_bundle, timeline_text
+from dflash.diagnose.probes import PROBES, ProbeResult, probe_rows
 from dflash.errors import ConfigError, refuse_below
 from dflash.runs.tables import Table
 

@@ -180,8 +180,8 @@ def test_a_folder_that_is_no_run_is_not_asked_anything(run, tmp_path, capsys):
 def test_control_reaches_another_process_by_its_file(run):
     here, there = RunControl(run.path, run.metrics, poll_interval=0.01), RunControl(run.path)
     assert here.at_step()
-    there.request_checkpoint()
-    there.request_evaluation()
+    there.ask("checkpoint")
+    there.ask("evaluate")
     time.sleep(0.02)
     done = []
     assert here.at_step(checkpoint=lambda: done.append("c"), evaluate=lambda: done.append("e"))
@@ -200,7 +200,7 @@ def test_control_reaches_another_process_by_its_file(run):
 def test_a_pause_holds_the_loop_beats_its_heart_and_still_serves_requests(run):
     control = RunControl(run.path, run.metrics, poll_interval=0.01)
     beats, saved, passed = [], [], threading.Event()
-    control.pause()
+    control.ask("pause")
 
     def loop():
         control.at_step(checkpoint=lambda: saved.append(1), heartbeat=lambda: beats.append(1))
@@ -209,12 +209,12 @@ def test_a_pause_holds_the_loop_beats_its_heart_and_still_serves_requests(run):
     thread = threading.Thread(target=loop)
     thread.start()
     wait_until(lambda: len(beats) > 3)
-    control.request_checkpoint()
+    control.ask("checkpoint")
     wait_until(lambda: saved)
     beats.clear()
     wait_until(lambda: len(beats) > 3)
     assert saved == [1] and not passed.is_set()
-    control.resume()
+    control.ask("resume")
     assert passed.wait(PATIENCE)
     thread.join()
     assert [r["state"] for r in kinds(run.path, "control")] == ["paused", "checkpoint done", "resumed"]

@@ -27,13 +27,14 @@ CELL = f"""
 import json, random, sys, threading, time
 sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / "tests")!r}]
 import torch
-from dflash.views.dashboard import LiveDashboard, NullDashboard
+from contextlib import nullcontext
+from dflash.views.dashboard import LiveDashboard
 from dflash.runs.sampler import resident_bytes
 from dflash.runs.record import Run
 from synthetic_run import write_step
 torch.set_num_threads(1)
 run, rng, a = Run.create(folder, {{"steps": 100_000}}, "r"), random.Random(0), torch.randn(384, 384)
-dashboard = NullDashboard() if form == "none" else LiveDashboard(run.path, live=form)
+dashboard = nullcontext() if form == "none" else LiveDashboard(run.path, live=form)
 done, memory = 0, []
 with dashboard:
     for _ in range(40):  # first import, first plot, first widget: not what is measured

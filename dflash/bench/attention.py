@@ -9,9 +9,9 @@ import torch
 
 from dflash.bench.shapes import StepShape
 from dflash.bench.step import shape_asked
-from dflash.bench.timing import environment, free_memory, measure, refuse_hours, synchronize, timing_fields, write_json
+from dflash.bench.timing import environment, free_memory, measure, refuse_hours, timing_fields, write_json
 from dflash.bench.workload import document_lengths
-from dflash.devices import device_named, dtype_named
+from dflash.devices import device_named, dtype_named, synchronize
 from dflash.drafter.attention import AttentionMask, attention
 from dflash.drafter.masks import document_ids, sample_anchors
 from dflash.runs.tables import Table

@@ -21,12 +21,11 @@ from dflash.bench.timing import (
     matmul_ceiling,
     measure,
     refuse_hours,
-    synchronize,
     timing_fields,
     write_json,
 )
 from dflash.bench.workload import document_lengths
-from dflash.devices import device_named, dtype_named
+from dflash.devices import device_named, dtype_named, synchronize
 from dflash.runs.tables import Table
 from dflash.target import fast_capture as fast_target
 from dflash.target.capture import Target, load_target

@@ -32,11 +32,6 @@ class Timing:
     peak_bytes: int | None
 
 
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def free_memory(device: torch.device) -> None:
     """Give back what earlier measurements left behind."""
     gc.collect()

@@ -7,8 +7,7 @@ from typing import Any
 
 from dflash.commands import command
 from dflash.errors import RunError
-
-ACTIONS = ("pause", "resume", "checkpoint", "evaluate", "stop")
+from dflash.runs.control import ACTIONS, RunControl
 
 
 def add_parser(subparsers: Any) -> None:
@@ -25,7 +24,6 @@ def add_parser(subparsers: Any) -> None:
 
 def main(arguments: Any) -> int:
     """Write the wish; the run acts on it at its next step boundary. RunError for a folder that is no run's."""
-    from dflash.runs.control import RunControl
     from dflash.runs.record import holds_run
 
     folder = Path(arguments.folder)

@@ -43,23 +43,8 @@ def main(args: argparse.Namespace) -> int:
     from dflash.runs.record import run_folder
     from dflash.views.evaluation import write_plots
 
-    options = EvaluateOptions(
-        args.run_folder,
-        args.drafter,
-        args.target,
-        args.prompts,
-        args.data,
-        args.limit,
-        args.max_new_tokens,
-        args.temperature,
-        args.thinking,
-        args.device,
-        args.dtype,
-        args.seed,
-        args.compare,
-        args.max_draft,
-        args.parity,
-    )
+    asked = {name: getattr(args, name) for name in EvaluateOptions.__dataclass_fields__ if hasattr(args, name)}
+    options = EvaluateOptions(**asked | {"run": args.run_folder, "parity_responses": args.parity})
     out = args.json or (run_folder(options.run) / "evaluation.json" if options.run else None)
     if out:
         Path(out).parent.mkdir(parents=True, exist_ok=True)  # now, not after the work

@@ -8,10 +8,9 @@ protected(jobs, run_dir=...)            all of it as one context
 CompiledFunction(fn)                    torch.compile that raises a typed error instead of running uncompiled
 """
 
-from dflash.compile_safety.boundary import CompiledFunction, disabled_reasons, without_cuda_graphs
+from dflash.compile_safety.boundary import CompiledFunction, without_cuda_graphs
 from dflash.compile_safety.errors import (
     GIB,
-    AttentionShape,
     CompileFailedError,
     CompileSafetyError,
     DynamoDisabledError,
@@ -28,19 +27,17 @@ from dflash.compile_safety.errors import (
 from dflash.compile_safety.gate import GATE, TraceGate
 from dflash.compile_safety.protect import Protection, install, installed, is_installed, protected, uninstall
 from dflash.compile_safety.seal import is_sealed, seal, sealed, unseal
-from dflash.compile_safety.tracing import ForeignTrace, TraceRecord, observe_foreign_trace, recorded_traces
-from dflash.compile_safety.warmup import DeviceWarmup, WarmupJob, WarmupReport, preserved_state, warmup
+from dflash.compile_safety.tracing import ForeignTrace, observe_foreign_trace, recorded_traces
+from dflash.compile_safety.warmup import WarmupJob, WarmupReport, warmup
 from dflash.compile_safety.watchdog import HANG_EXIT_CODE, Watchdog
 
 __all__ = [
     "GATE",
     "GIB",
     "HANG_EXIT_CODE",
-    "AttentionShape",
     "CompileFailedError",
     "CompileSafetyError",
     "CompiledFunction",
-    "DeviceWarmup",
     "DynamoDisabledError",
     "ForeignTrace",
     "GateTimeoutError",
@@ -50,7 +47,6 @@ __all__ = [
     "RecompileLimitError",
     "SealedRecompileError",
     "TraceGate",
-    "TraceRecord",
     "UnsupportedDeviceError",
     "UnsupportedHeadDimError",
     "WarmupError",
@@ -58,13 +54,11 @@ __all__ = [
     "WarmupReport",
     "Watchdog",
     "dense_bytes",
-    "disabled_reasons",
     "install",
     "installed",
     "is_installed",
     "is_sealed",
     "observe_foreign_trace",
-    "preserved_state",
     "protected",
     "recorded_traces",
     "seal",

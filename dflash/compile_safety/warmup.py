@@ -19,6 +19,7 @@ from dflash.compile_safety import tracing
 from dflash.compile_safety.errors import GIB, WarmupError
 from dflash.compile_safety.gate import GATE
 from dflash.compile_safety.tracing import is_applied
+from dflash.devices import on, synchronize
 
 MAX_COPIED_TABLE = 16 << 20  # bytes
 
@@ -100,7 +101,7 @@ def warmup(jobs: Sequence[WarmupJob]) -> WarmupReport:
 
 def _warm_one(job: WarmupJob) -> DeviceWarmup:
     device = torch.device(job.device)
-    with GATE.exclusive(), _device(device), preserved_state(job):
+    with GATE.exclusive(), on(device), preserved_state(job):
         _reset_peak(device)
         graphs, backwards = counters["stats"]["unique_graphs"], tracing.backwards_of_thread()
         seconds, loss = _timed(job.step, device)
@@ -135,21 +136,11 @@ def _compiling_forbidden(job: WarmupJob) -> Iterator[None]:
 def _timed(step: Callable[[], Any], device: torch.device) -> tuple[float, float | None]:
     begin = time.perf_counter()
     result = step()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    synchronize(device)
     seconds = time.perf_counter() - begin
     if isinstance(result, Tensor) and result.numel() == 1:
         result = result.item()
     return seconds, float(result) if isinstance(result, int | float) else None
-
-
-@contextmanager
-def _device(device: torch.device) -> Iterator[None]:
-    if device.type == "cuda":
-        with torch.cuda.device(device):
-            yield
-    else:
-        yield
 
 
 def _reset_peak(device: torch.device) -> None:

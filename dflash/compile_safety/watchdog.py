@@ -53,16 +53,13 @@ class Watchdog:
         self.reason: str | None = None  # set when the bound has passed
         self._stop = threading.Event()
         self._last = time.monotonic()
-        self._beats: dict[str, float] = {}
         self._thread: threading.Thread | None = None
         self._handler: Callable[[int, FrameType | None], object] | int | None = None
         self._raised = False
 
-    def beat(self, worker: str = "") -> None:
-        """A step was completed. With `worker`, a hang's message tells who has been silent for how long."""
+    def beat(self) -> None:
+        """A step was completed."""
         self._last = time.monotonic()
-        if worker:
-            self._beats[worker] = self._last
 
     def start(self) -> Watchdog:
         """Begin to watch."""
@@ -82,11 +79,6 @@ class Watchdog:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(5.0)
 
-    def check(self) -> None:
-        """Raise HangError where the bound has passed; for loops that run outside the main thread."""
-        if self.reason is not None:
-            raise HangError(self.reason)
-
     def __enter__(self) -> Watchdog:
         return self.start()
 
@@ -104,11 +96,9 @@ class Watchdog:
                 return
 
     def _expire(self) -> None:
-        now = time.monotonic()
-        silent = ", ".join(f"{name} {now - beat:.0f} s ago" for name, beat in sorted(self._beats.items()))
         reason = (
             f"no step was completed for {self.seconds:g} s; the stacks of all threads are in "
-            f"{self.run_dir / STACKS}. Last steps: {silent or 'none named'}. Compile gate: {GATE.describe()}"
+            f"{self.run_dir / STACKS}. Compile gate: {GATE.describe()}"
         )
         try:
             self._write(reason)

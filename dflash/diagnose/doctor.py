@@ -12,12 +12,13 @@ import platform
 import subprocess
 import sys
 from dataclasses import asdict
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from dflash.diagnose.isolated import report, run_isolated
-from dflash.diagnose.probes import DEFAULT_LIMIT, ProbeResult, jobs_here, run_probes, table
+from dflash.diagnose.probes import DEFAULT_LIMIT, ProbeResult, jobs_here, probe_rows, run_probes
+from dflash.runs.environment import package_version
+from dflash.runs.tables import Table
 
 PACKAGES = (
     "torch",
@@ -52,27 +53,26 @@ VARIABLES = {
 QUICK_LIMIT = 120.0
 
 
-def examine(quick: bool = False, limit: float | None = None) -> dict[str, Any]:
+def examine(quick: bool = False) -> dict[str, Any]:
     """Everything the page shows. `safe` is the verdict behind the exit code."""
-    devices = gpus()
-    backend = "eager" if quick else "inductor"
-    limit = limit or (QUICK_LIMIT if quick else DEFAULT_LIMIT)
-    probes = run_probes(backend=backend, limit=limit, jobs=jobs_here())
-    flex = flex_compiles(limit=max(limit, DEFAULT_LIMIT))
-    overhead = _measured_overhead(limit)
+    import torch
+
+    limit = QUICK_LIMIT if quick else DEFAULT_LIMIT
+    probes = run_probes(backend="eager" if quick else "inductor", limit=limit, jobs=jobs_here())
+    overhead = run_isolated(__name__, ["overhead"], limit).value
     page: dict[str, Any] = {
         "python": platform.python_version(),
         "executable": sys.executable,
         "platform": platform.platform(),
         "cpu_cores": os.cpu_count(),
-        "packages": {name: _version(name) for name in PACKAGES},
-        "cuda_build": _cuda_build(),
-        "gpus": devices,
+        "packages": {name: package_version(name) for name in PACKAGES},
+        "cuda_build": torch.version.cuda,
+        "gpus": gpus(),
         "compile_cache": compile_cache(),
         "environment": environment_variables(),
         "probes": [asdict(probe) for probe in probes],
-        "flex": flex,
-        "overhead_us": overhead,
+        "flex": flex_compiles(),
+        "overhead_us": overhead and overhead["overhead_us"],
         "linear_attention": linear_attention(),
     }
     page["safe"], page["advice"] = judge(page, probes)
@@ -169,9 +169,9 @@ def compile_cache() -> dict[str, Any]:
     }
 
 
-def flex_compiles(limit: float = DEFAULT_LIMIT) -> dict[str, dict[str, Any]]:
+def flex_compiles() -> dict[str, dict[str, Any]]:
     """Whether the package's compiled attention runs here, by device, in a process of its own."""
-    result = run_isolated(__name__, ["flex"], limit)
+    result = run_isolated(__name__, ["flex"], DEFAULT_LIMIT)
     if result.value is not None:
         return result.value
     return {"this machine": {"ok": False, "detail": "hung" if result.hung else result.death}}
@@ -207,7 +207,7 @@ def render(page: dict[str, Any]) -> str:
     lines.append(f"  unset: {unset}")
     lines.append("probes (each in its own process):")
     probes = [ProbeResult(**probe) for probe in page["probes"]]
-    lines += ["  " + line for line in table(probes).splitlines()]
+    lines += ["  " + line for line in str(Table(probe_rows(probes))).splitlines()]
     lines += [
         f"flex_attention compiled on {device}: {'yes' if flex['ok'] else 'NO'} ({flex['detail']})"
         for device, flex in page["flex"].items()
@@ -220,30 +220,12 @@ def render(page: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def _cuda_build() -> str | None:
-    import torch
-
-    return torch.version.cuda
-
-
 def _driver_version() -> str | None:
     try:
         command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
         return subprocess.run(command, capture_output=True, text=True, timeout=20).stdout.splitlines()[0].strip()
     except (OSError, subprocess.TimeoutExpired, IndexError):
         return None
-
-
-def _measured_overhead(limit: float) -> float | None:
-    result = run_isolated(__name__, ["overhead"], limit)
-    return None if result.value is None else result.value["overhead_us"]
 
 
 def _flex_in_this_process() -> dict[str, dict[str, Any]]:

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dflash.bench.timing import measure, synchronize
+from dflash.bench.timing import measure
 from dflash.compile_safety import GIB, dense_bytes, installed
+from dflash.devices import synchronize
 from dflash.drafter.flex import build_block_mask, compiled_flex_attention
 from dflash.drafter.masks import AnchorSet, MaskMod, document_ids, sample_anchors, visibility
 

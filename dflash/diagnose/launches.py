@@ -1,4 +1,4 @@
-"""Several drafter threads at once: the launches of `compile_safety.coldrun` as tables and a timeline."""
+"""Several drafter threads at once: the launches of `coldrun` as tables and a timeline."""
 
 from __future__ import annotations
 
@@ -12,27 +12,10 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from dflash.compile_safety import CompiledFunction, WarmupJob, protected
 from dflash.diagnose.coldrun import ColdReport, attend, make_case
-from dflash.diagnose.probes import ProbeResult
 from dflash.drafter.flex import compiled_flex_attention
 
 MARKS = {"first call": "#", "warm call": "-"}  # of the text form
 COLUMNS = 72
-
-
-def probe_rows(results: list[ProbeResult]) -> list[dict[str, Any]]:
-    """One row for each probe: its verdict with protection off and on."""
-    rows = []
-    for name in dict.fromkeys(result.name for result in results):
-        verdict = {result.protected: result for result in results if result.name == name}
-        rows.append(
-            {
-                "probe": name,
-                "protection off": verdict[False].verdict,
-                "protection on": verdict[True].verdict,
-                "what was seen (off)": verdict[False].detail.splitlines()[0][:90],
-            }
-        )
-    return rows
 
 
 def launch_rows(reports: list[ColdReport]) -> list[dict[str, Any]]:
@@ -50,12 +33,12 @@ def launch_rows(reports: list[ColdReport]) -> list[dict[str, Any]]:
     ]
 
 
-def timeline_bundle(report: ColdReport, process: int = 0) -> dict[str, Any]:
-    """When each thread was in its first call and in warm ones, as a MIME bundle for `display(..., raw=True)`.
+def timeline_bundle(report: ColdReport) -> dict[str, Any]:
+    """When each thread of the first process was in its first call and in warm ones, as a MIME bundle.
 
     Without the plotting libraries the bundle is text alone.
     """
-    spans = report.timelines[process] if process < len(report.timelines) else []
+    spans = report.timelines[0] if report.timelines else []
     lanes = [f"drafter {index}" for index in range(report.threads)]
     text = timeline_text(spans, lanes)
     try:

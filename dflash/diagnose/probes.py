@@ -19,11 +19,11 @@ import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 from tqdm import tqdm
 
 from dflash.diagnose.isolated import report, run_isolated
-from dflash.runs.tables import Table
 from dflash.views.style import clip
 
 PROBES = (
@@ -96,15 +96,16 @@ def jobs_here() -> int:
     return max(1, (os.cpu_count() or 1) // 8)
 
 
-def table(results: list[ProbeResult]) -> str:
-    """The verdicts as text, one probe a line."""
+def probe_rows(results: list[ProbeResult]) -> list[dict[str, Any]]:
+    """One row for each probe: its verdict with protection off and on, and what was seen."""
     rows = []
     for name in dict.fromkeys(result.name for result in results):
-        by_mode = {result.protected: result for result in results if result.name == name}
-        off, on = by_mode.get(False), by_mode.get(True)
-        verdicts = [result.verdict if result else None for result in (off, on)]
-        rows.append((name, *verdicts, clip((off or on).detail.splitlines()[0], 110)))
-    return str(Table(rows, ("probe", "protection off", "protection on", "detail (off)")))
+        off, on = (
+            next((r for r in results if r.name == name and r.protected == protect), None) for protect in (False, True)
+        )
+        rows.append({"probe": name, "protection off": off and off.verdict, "protection on": on and on.verdict})
+        rows[-1]["what was seen (off)"] = clip((off or on).detail.splitlines()[0], 90)
+    return rows
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -164,7 +164,6 @@ class Cluster:
         self.roles = roles_of(topology, world, int(os.environ["LOCAL_WORLD_SIZE"]))
         self.rank, self.node, self.local = rank, rank // self.roles.per_node, local
         self.drafts = local < self.roles.drafters
-        self.feeds = self.roles.paired or not self.drafts
         self.index = local if self.drafts else local - self.roles.drafters  # among the node's drafters or targets
         self.device = topology.drafters[self.index] if self.drafts else topology.targets[self.index][0]
         if self.device.type == "cuda":

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from dflash.devices import synchronize
 from dflash.distributed.cluster import Cluster
 from dflash.train.plan import Planner, WorkItem
 
@@ -57,8 +58,7 @@ def handshake(cluster: Cluster) -> None:
                 dist.send(word, receiver)
             elif cluster.rank == receiver:
                 dist.recv(word, sender)
-    if cluster.device.type == "cuda":
-        torch.cuda.synchronize(cluster.device)
+    synchronize(cluster.device)
 
 
 def steps_ahead(depth: int, packs_per_step: int, replicas: int) -> int:

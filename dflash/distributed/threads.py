@@ -19,7 +19,7 @@ from torch import Tensor
 
 from dflash.compile_safety import HangError, WarmupJob
 from dflash.devices import on
-from dflash.distributed.accounting import Ledger, Rates
+from dflash.distributed.accounting import Ledger
 from dflash.distributed.handover import HandOver, Ticket, schedule
 from dflash.distributed.monitor import Monitor, Stopped
 from dflash.distributed.replicas import GradientSum, check_equal, make_replicas
@@ -173,14 +173,6 @@ class PipelineEngine(Engine):
     def verify(self) -> None:
         """Raises ReplicasDivergedError where the replicas' weights are not bit-equal."""
         check_equal(self.replicas)
-
-    def rates(self) -> Rates:
-        """Tokens per second of one target and one drafter while they were busy."""
-
-        def mean(ledgers: list[Ledger]) -> float:
-            return sum(ledger.tokens for ledger in ledgers) / max(1e-9, sum(ledger.busy for ledger in ledgers))
-
-        return Rates(mean(self.target_ledgers), mean(self.drafter_ledgers))
 
     def _everyone(self, what: str, plan: StepPlan, lr: float) -> list[Tensor | None]:
         """Give all drafters an order and wait for all of them."""

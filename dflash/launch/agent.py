@@ -93,19 +93,8 @@ def main(arguments: Sequence[str]) -> None:
     keep_to_loopback()
     rendezvous_handler_registry.register("loopback", LoopbackRendezvous)
     try:
-        run.main(
-            [
-                "--nnodes",
-                "1",
-                "--rdzv-backend",
-                "loopback",
-                "--rdzv-endpoint",
-                f"{LOOPBACK}:0",
-                "--local-addr",
-                LOOPBACK,
-                *arguments,
-            ]
-        )
+        options = f"--nnodes 1 --rdzv-backend loopback --rdzv-endpoint {LOOPBACK}:0 --local-addr {LOOPBACK}"
+        run.main([*options.split(), *arguments])
     except ChildFailedError as error:
         for rank, number in killed_ranks(error):
             print(f"{KILLED}rank {rank} by {signal.Signals(number).name}", file=sys.stderr, flush=True)

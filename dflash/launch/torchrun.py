@@ -65,7 +65,7 @@ def launch_ranks(
             start_new_session=True,
         )  # a terminal's Ctrl-C reaches us, and we ask rank 0
         try:
-            records, _ = _follow(child, run, control, offset, say)
+            records = _follow(child, run, control, offset, say)
         finally:
             _end(child)
     ends = [r for r in records if r["kind"] == "run_end"]
@@ -107,7 +107,7 @@ def _fault(run: Run, code: int | None, faults: list[dict], ends: list[dict], log
 
 def _follow(
     child: subprocess.Popen, run: Run, control: RunControl, offset: int, say: Callable[[str], None] | None
-) -> tuple[list[dict], int]:
+) -> list[dict]:
     """Pass the log on until the child has ended; returns the records that decide how it ended."""
     kept, stopping = [], False
     while True:
@@ -120,7 +120,7 @@ def _follow(
                 if say is not None and record["kind"] == "log":
                     say(record["message"])
             if not running:
-                return kept, offset
+                return kept
             time.sleep(_LOOK)
         except KeyboardInterrupt:
             if stopping:

@@ -42,7 +42,7 @@ class Commands(NamedTuple):
 
 
 class RunControl:
-    """Both ends of the wire: the asking side (`pause`, `stop`, ...) and the training side (`at_step`, `poll`).
+    """Both ends of the wire: the asking side (`ask`, `stop`) and the training side (`at_step`, `poll`).
 
     Any thread may call any method. Requests that were made before this object existed are not acted on,
     except a pause, which lasts until it is lifted; so make the object before the first step.
@@ -71,38 +71,28 @@ class RunControl:
         """How many requests of each kind are done with; another process that takes over starts from this."""
         return dict(self._done)
 
-    def pause(self) -> None:
-        """Hold before the next step, keeping everything in memory."""
-        self._ask(paused=True)
-
-    def resume(self) -> None:
-        """Continue after a pause."""
-        self._ask(paused=False)
-
-    def request_checkpoint(self) -> None:
-        """Save a checkpoint at the next step boundary, even while paused."""
-        self._ask(count="checkpoint")
-
-    def request_evaluation(self) -> None:
-        """Measure held-out acceptance at the next step boundary, even while paused."""
-        self._ask(count="evaluate")
-
     def stop(self) -> None:
         """End the run after the current step, with a checkpoint, also during a pause."""
-        self._ask(paused=False, count="stop")
+        self.ask("stop")
 
     def ask(self, action: str) -> None:
-        """One of ACTIONS by name; RunError for any other."""
-        methods = {
-            "pause": self.pause,
-            "resume": self.resume,
-            "checkpoint": self.request_checkpoint,
-            "evaluate": self.request_evaluation,
-            "stop": self.stop,
-        }
-        if action not in methods:
+        """Request one of ACTIONS; RunError for any other.
+
+        "pause" holds before the next step with everything in memory, "resume" goes on. "checkpoint" and "evaluate" act at
+        the next step boundary, even while paused.
+        """
+        if action not in ACTIONS:
             raise RunError(f"unknown action {action!r}; choose one of {', '.join(ACTIONS)}")
-        methods[action]()
+        with self._lock:
+            state = _read(self.path, self._state)
+            if action in ("pause", "resume", "stop"):
+                state["paused"] = action == "pause"
+            if action in state:
+                state[action] += 1
+            temporary = self.path.with_name(f"{self.path.name}.{os.getpid()}.{threading.get_ident()}")
+            temporary.write_text(json.dumps(state))
+            os.replace(temporary, self.path)
+            self._state, self._next_look = state, 0.0
 
     def poll(self) -> Commands:
         """The requests of this moment, without waiting. Cheap enough for every step: it reads the file at most once in
@@ -157,18 +147,6 @@ class RunControl:
                     self._record(f"{name} done")
             if commands.stop or not commands.paused:
                 return not commands.stop
-
-    def _ask(self, paused: bool | None = None, count: str | None = None) -> None:
-        with self._lock:
-            state = _read(self.path, self._state)
-            if paused is not None:
-                state["paused"] = paused
-            if count is not None:
-                state[count] += 1
-            temporary = self.path.with_name(f"{self.path.name}.{os.getpid()}.{threading.get_ident()}")
-            temporary.write_text(json.dumps(state))
-            os.replace(temporary, self.path)
-            self._state, self._next_look = state, 0.0
 
     def _record(self, state: str) -> None:
         if self.metrics is not None:

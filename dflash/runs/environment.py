@@ -28,8 +28,6 @@ PACKAGES = (
     "matplotlib",
     "nvidia-ml-py",
 )
-
-
 VARIABLES = ("CUDA_VISIBLE", "PYTORCH_", "TORCH", "OMP_NUM", "NCCL_")
 
 
@@ -40,7 +38,7 @@ def environment_summary() -> dict[str, Any]:
         "executable": sys.executable,
         "platform": platform.platform(),
         "cpu": {"name": _cpu_name(), "cores": os.cpu_count(), "usable": _usable_cores(), "memory": memory_total()},
-        "packages": {name: _version(name) for name in PACKAGES},
+        "packages": {name: package_version(name) for name in PACKAGES},
         "cuda": _cuda(),
         "source": _source(),
         "command": [Path(sys.argv[0]).name, *sys.argv[1:]] if sys.argv else [],
@@ -56,7 +54,8 @@ def memory_total() -> int | None:
         return None
 
 
-def _version(name: str) -> str | None:
+def package_version(name: str) -> str | None:
+    """None where the package is not installed."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:

@@ -12,13 +12,14 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dflash.devices import on
 from dflash.drafter import kernels
 from dflash.errors import TargetError
 from dflash.target.fast_kinds import obstacle
@@ -68,18 +69,13 @@ def attach(target: Target, required: bool = False) -> bool:
 def _failure(fast: FastCapture) -> str | None:
     """Why the fast path's features are not to be used; None when they are the plain ones."""
     try:
-        with _on(fast.target.device):  # the plain forward may hold Triton kernels too
+        with on(fast.target.device):  # the plain forward may hold Triton kernels too
             difference = fast.difference()
     except Exception as error:  # of a compiler or a library: whatever it is, the plain path runs without it
         return f"it stopped with {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
     if not difference <= TOLERANCE.get(fast.target.dtype, 1e-3):  # NaN too
         return f"its features differ from the plain forward's by {difference:.3g} (relative)"
     return None
-
-
-def _on(device: torch.device) -> AbstractContextManager:
-    """Triton launches on the current device, which need not be the target's."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _effective_weight(norm: nn.Module, size: int, device: torch.device) -> Tensor:
@@ -122,7 +118,7 @@ class FastCapture:
 
         Without last_hidden the layers after the last captured one do not run. Nothing here waits for the device.
         """
-        with _on(ids.device):
+        with on(ids.device):
             self._run(ids, Documents.of(sizes, ids.device), features, last_hidden)
 
     def _run(self, ids: Tensor, documents: Documents, features: Tensor, last_hidden: Tensor | None) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from dflash.devices import synchronize
 from dflash.target.capture import Target
 
 
@@ -39,10 +40,10 @@ def preflight(target: Target, tokens: int = 1024, repeats: int = 2) -> TargetSpe
     ids = torch.randint(0, target.embed_weight.shape[0], (1, tokens), generator=generator)
     rate = 0.0
     for attempt in range(repeats + 1):
-        _finish(target.device)
+        synchronize(target.device)
         start = time.perf_counter()
         target.capture(ids)
-        _finish(target.device)
+        synchronize(target.device)
         if attempt:
             rate = max(rate, tokens / (time.perf_counter() - start))
     if not target.is_hybrid:
@@ -61,8 +62,3 @@ def preflight(target: Target, tokens: int = 1024, repeats: int = 2) -> TargetSpe
         "same either way"
     )
     return TargetSpeed(rate, tokens, fast, None if fast else message)
-
-
-def _finish(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -8,11 +8,11 @@ what is captured comes together on the first device, where a target that is not 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 
 import torch
 from torch import nn
 
+from dflash.devices import on
 from dflash.errors import ConfigError
 from dflash.target.capture import Target
 
@@ -92,7 +92,7 @@ def shard_target(target: Target, devices: Sequence[torch.device]) -> Target:
     dispatch_model(
         target.model, {part: names[device] for part, device in plan.items()}, main_device=names[devices[0]], force_hooks=True
     )
-    with torch.cuda.device(devices[0]) if devices[0].type == "cuda" else nullcontext():
+    with on(devices[0]):
         target.self_test()
     return target
 

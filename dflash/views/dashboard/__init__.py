@@ -8,8 +8,8 @@
 the interactive view.
 """
 
-from dflash.views.dashboard.live import LIVE, LiveDashboard, NullDashboard, show_run
+from dflash.views.dashboard.live import LIVE, LiveDashboard, show_run
 from dflash.views.dashboard.panels import PANELS, build_panels
 from dflash.views.dashboard.series import RunSeries
 
-__all__ = ["LIVE", "PANELS", "LiveDashboard", "NullDashboard", "RunSeries", "build_panels", "show_run"]
+__all__ = ["LIVE", "PANELS", "LiveDashboard", "RunSeries", "build_panels", "show_run"]

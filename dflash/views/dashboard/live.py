@@ -13,7 +13,6 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -33,28 +32,16 @@ class LiveDashboard:
     """Plots of the run in `run_path`, following its metrics.jsonl. Use as a context manager or start and stop.
 
     `live`: "on" = widgets, "off" = static images with their interactive form, "auto" = widgets where a
-    JupyterLab session is attached. `panels` names the plots (default all). `buttons` offers pause, resume,
-    checkpoint, evaluate and stop; they write `control.json`, which the training loop follows (control.py).
-    Outside a notebook kernel nothing is shown. ConfigError for an unknown `live` value or panel.
+    JupyterLab session is attached. Their buttons write `control.json`, which the training loop follows (control.py).
+    Outside a notebook kernel nothing is shown. ConfigError for an unknown `live` value.
     """
 
-    def __init__(
-        self,
-        run_path: str | os.PathLike[str],
-        live: str = "auto",
-        panels: Iterable[str] | None = None,
-        buttons: bool = True,
-        columns: int = 2,
-    ) -> None:
+    def __init__(self, run_path: str | os.PathLike[str], live: str = "auto") -> None:
         if live not in LIVE:
             raise ConfigError(f"live is {live!r}; choose one of {', '.join(LIVE)}")
         self.run_path = Path(run_path)
         self.series = RunSeries(self.run_path)
-        self.panels = None if panels is None else list(panels)
-        build_panels(self.series, self.panels)  # an unknown name fails here, not in the thread
-        self.columns = columns
         self.interactive = live == "on" or (live == "auto" and has_front_end())
-        self.buttons = buttons
         self.updates = 0
         self.update_seconds = 0.0  # processor time of all updates
         self.error: BaseException | None = None
@@ -90,11 +77,10 @@ class LiveDashboard:
             try:
                 from dflash.views.dashboard.widgets import WidgetView
 
-                control = RunControl(self.run_path) if self.buttons else None
-                return WidgetView(self.panels, self.columns, control)
+                return WidgetView(RunControl(self.run_path))
             except ImportError as error:
                 print(f"live widgets are unavailable ({error}); showing static plots instead")
-        return StaticView(self.panels, self.columns)
+        return StaticView()
 
     def _follow(self) -> None:
         try:
@@ -131,22 +117,6 @@ class LiveDashboard:
         self.stop()
 
 
-class NullDashboard:
-    """Shows nothing; the same methods."""
-
-    def start(self) -> NullDashboard:
-        return self
-
-    def stop(self) -> None:
-        pass
-
-    def __enter__(self) -> NullDashboard:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        pass
-
-
 class NullView:
     """Outside a notebook there is no place to draw in."""
 
@@ -167,9 +137,6 @@ class StaticView:
 
     interval, longest = 5.0, 90.0
 
-    def __init__(self, panels: list[str] | None, columns: int = 2) -> None:
-        self.panels, self.columns = panels, columns
-
     def open(self, series: RunSeries) -> None:
         from IPython.display import display
 
@@ -189,22 +156,21 @@ class StaticView:
         self._draw(series, drop_empty=True)
 
     def _draw(self, series: RunSeries, drop_empty: bool) -> None:
-        panels = build_panels(series, self.panels, drop_empty)
+        panels = build_panels(series, drop_empty)
         text = one_line(series)
         drawn = any(not panel.empty for panel in panels)  # before the first record a line of text is enough
-        content = bundle(panels, text, self.columns) if drawn else {"text/plain": text}
+        content = bundle(panels, text) if drawn else {"text/plain": text}
         self._plots.update(content, raw=True, metadata=self._meta)
         self._log.update(log_bundle(series), raw=True)
 
 
-def show_run(run_path: str | os.PathLike[str], panels: Iterable[str] | None = None, columns: int = 2) -> RunSeries:
+def show_run(run_path: str | os.PathLike[str]) -> RunSeries:
     """Display a finished (or running) run once, in its static form; returns its series."""
     from IPython.display import display
 
     series = RunSeries(run_path)
     series.follow()
-    content = bundle(build_panels(series, panels, drop_empty=True), one_line(series), columns)
-    display(content, raw=True)
+    display(bundle(build_panels(series, drop_empty=True), one_line(series)), raw=True)
     return series
 
 

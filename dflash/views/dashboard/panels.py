@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from dflash.errors import ConfigError
 from dflash.views import style
 from dflash.views.dashboard.series import RunSeries, Series
 
@@ -258,14 +257,10 @@ PANELS: dict[str, Callable[[RunSeries], Panel]] = {
 }
 
 
-def build_panels(run: RunSeries, names: Iterable[str] | None = None, drop_empty: bool = False) -> list[Panel]:
-    """The named panels (default: all, in reading order). ConfigError for a name that does not exist."""
-    names = list(PANELS if names is None else names)
-    unknown = [name for name in names if name not in PANELS]
-    if unknown:
-        raise ConfigError(f"no panel called {', '.join(map(repr, unknown))}; there are {', '.join(PANELS)}")
+def build_panels(run: RunSeries, drop_empty: bool = False) -> list[Panel]:
+    """All panels in reading order."""
     with run.lock:
-        panels = [PANELS[name](run) for name in names]
+        panels = [make(run) for make in PANELS.values()]
     return [panel for panel in panels if not (drop_empty and panel.empty)]
 
 

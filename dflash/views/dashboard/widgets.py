@@ -54,26 +54,25 @@ setTimeout(() => clearInterval(timer), 600000);
 
 
 class WidgetView:
-    """See the module's text. `control` None leaves the buttons out."""
+    """See the module's text."""
 
     interval, longest = 0.5, 6.0
 
-    def __init__(self, panels: list[str] | None, columns: int, control: RunControl | None) -> None:
-        self.panels, self.columns, self.control = panels, columns, control
+    def __init__(self, control: RunControl) -> None:
+        self.control = control
         self._asked: tuple[str, float] | None = None
         self._drawn: list[Panel] = []
 
     def open(self, series: RunSeries) -> None:
         self._status = ipywidgets.HTML()
         self._buttons = {}
-        if self.control is not None:
-            for action, label, icon, tip in BUTTONS:
-                button = ipywidgets.Button(description=label, icon=icon, tooltip=tip)
-                button.layout.width = "auto"
-                button.on_click(lambda _, action=action: self._ask(action, series))
-                self._buttons[action] = button
-        self._drawn = build_panels(series, self.panels)
-        self._figure = go.FigureWidget(grid_figure(self._drawn, self.columns))
+        for action, label, icon, tip in BUTTONS:
+            button = ipywidgets.Button(description=label, icon=icon, tooltip=tip)
+            button.layout.width = "auto"
+            button.on_click(lambda _, action=action: self._ask(action, series))
+            self._buttons[action] = button
+        self._drawn = build_panels(series)
+        self._figure = go.FigureWidget(grid_figure(self._drawn))
         self._figure._config = {"displaylogo": False, "responsive": True}
         self._log = ipywidgets.HTML()
         self.update(series)
@@ -85,9 +84,9 @@ class WidgetView:
         self._log_place = display(script, raw=True, display_id=True)
 
     def update(self, series: RunSeries) -> None:
-        panels = build_panels(series, self.panels)
+        panels = build_panels(series)
         if [shape_of(panel) for panel in panels] != [shape_of(panel) for panel in self._drawn]:
-            self._new_traces(grid_figure(panels, self.columns))
+            self._new_traces(grid_figure(panels))
         else:
             self._new_arrays(panels)
         self._drawn = panels
@@ -102,9 +101,9 @@ class WidgetView:
             _answer_while_busy(button)
 
     def close(self, series: RunSeries) -> None:
-        panels = build_panels(series, self.panels, drop_empty=True)
+        panels = build_panels(series, drop_empty=True)
         text = one_line(series)
-        content = bundle(panels, text, self.columns) if panels else {"text/plain": text}
+        content = bundle(panels, text) if panels else {"text/plain": text}
         self._place.update(content, raw=True, metadata=self._meta)
         self._log_place.update(log_bundle(series), raw=True)
         # A page that was reloaded meanwhile has lost the display's id and cannot be handed the bundle; it still
