@@ -31,7 +31,7 @@ def reference():
     return serial_run(job(), topology("cpu", "cpu"), 20)
 
 
-@pytest.mark.slow  # the short run has two drafters and one target: test_train_command, test_torchrun_gives_the_serial_numbers
+@pytest.mark.slow  # the short run has test_torchrun_gives_the_serial_numbers of test_train_command
 @pytest.mark.parametrize(("drafters", "targets"), [("cpu:2", "cpu:2"), ("cpu:2", None)])
 def test_losses_and_weights_are_those_of_the_serial_reference(reference, drafters, targets):
     ran = run_torchrun(job(), topology(drafters, targets), 20)
