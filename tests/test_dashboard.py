@@ -363,8 +363,9 @@ def test_eight_workers_log_in_order_while_other_cells_run(tmp_path, monkeypatch)
 
     with pytest.raises(papermill.PapermillExecutionError, match="worker 3 gave up"):
         run_papermill(path, tmp_path / "out.ipynb", root=ROOT, folder=str(tmp_path), steps=30)
-    texts = [o["text"] for _, o in outputs(tmp_path / "out.ipynb") if o.output_type == "stream"]
-    assert texts == ["cell A\n", "cell B\n"]
+    printed = "".join(o["text"] for _, o in outputs(tmp_path / "out.ipynb") if o.output_type == "stream")
+    lines = [line for line in printed.splitlines() if not line.startswith("r: ")]  # the dashboard's own, in a slow run
+    assert lines == ["cell A", "cell B"]
     for worker in range(8):
         lines = (tmp_path / "r" / "logs" / f"worker_{worker}.log").read_text().splitlines()
         assert lines == [f"line {n}" for n in range(30)]

@@ -174,14 +174,14 @@ def exact_distribution(target_logits, temperature):
     return torch.softmax(target_logits.double() / temperature, -1)
 
 
-SLOW = pytest.mark.slow
+SLOW, OVERLAPS = pytest.mark.slow, ("same", "other", "narrow")
 
 
-@pytest.mark.parametrize("overlap", [pytest.param("same", marks=SLOW), "other", pytest.param("narrow", marks=SLOW)])
-def test_rejection_sampling_keeps_the_targets_distribution(overlap):
-    """Two slots, drawn 40,000 times: the pair of written tokens follows the target's joint distribution."""
+@pytest.mark.parametrize("overlap, draws", [("other", 10_000), *(pytest.param(o, 40_000, marks=SLOW) for o in OVERLAPS)])
+def test_rejection_sampling_keeps_the_targets_distribution(overlap, draws):
+    """Two slots, drawn many times: the pair of written tokens follows the target's joint distribution."""
     generator = torch.Generator().manual_seed(0)
-    vocabulary, temperature, draws = 6, 0.7, 40_000
+    vocabulary, temperature = 6, 0.7
     after = torch.randn(1 + vocabulary, vocabulary, generator=generator) * 1.5  # row 0: first token; 1 + t: after t
     ids = torch.arange(vocabulary) if overlap != "narrow" else torch.tensor([4, 1])
     proposal = after[:1, ids] if overlap == "same" else torch.randn(1, len(ids), generator=generator)
@@ -229,11 +229,12 @@ def walk_of(unary, pairs, ids, anchor):
     return found
 
 
+@pytest.mark.parametrize("draws", [8_000, pytest.param(30_000, marks=SLOW)])
 @pytest.mark.parametrize("top", [2, 6])
-def test_sampling_along_the_walk_keeps_the_targets_distribution(top):
-    """As above for candidates of which a slot has two, or the whole vocabulary; 30,000 draws of two slots."""
+def test_sampling_along_the_walk_keeps_the_targets_distribution(top, draws):
+    """As above for candidates of which a slot has two, or the whole vocabulary."""
     generator = torch.Generator().manual_seed(1)
-    vocabulary, temperature, draws = 6, 0.7, 30_000
+    vocabulary, temperature = 6, 0.7
     after = torch.randn(1 + vocabulary, vocabulary, generator=generator) * 1.5
     ids = torch.stack([torch.randperm(vocabulary, generator=generator)[:top] for _ in range(2)])
     found = walk_of(torch.randn(2, top, generator=generator), torch.randn(2, vocabulary, top, generator=generator), ids, 3)

@@ -31,6 +31,15 @@ def test_runs_and_shows(tmp_path, monkeypatch):
     assert (tmp_path / "out.ipynb").stat().st_size < 1_000_000
 
 
+def test_a_false_claim_fails_its_cell():
+    cell = next(c for c in nbformat.read(NOTEBOOK, as_version=4).cells if "acceptance length is below" in c.source)
+    summary = {"acceptance_length": 2.0, "acceptance_interval": [1.5, 2.5]}
+    exec(cell.source, {"summary": summary, "min_acceptance": 2.0})
+    with pytest.raises(AssertionError, match="acceptance length is below 9"):
+        exec(cell.source, {"summary": summary, "min_acceptance": 9.0})
+
+
+@pytest.mark.slow
 def test_a_false_claim_fails_the_notebook(tmp_path, monkeypatch):
     run, _, _ = tiny_run(tmp_path, monkeypatch)
     with pytest.raises(PapermillExecutionError, match="acceptance length is below 9"):
