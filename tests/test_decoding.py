@@ -101,18 +101,14 @@ def first_places(text):
 
 
 def test_end_token_at_every_slot(target, text):
-    """Case 47: an end token inside a block ends the text there, whichever id of several it is. Of a hybrid target, whose
-    recurrence is slow here, one place for each slot."""
-    firsts = first_places(text)
-    by_slot = {place % BLOCK: place for place in reversed(firsts)}
+    """Case 47: an end token inside a block ends the text there, whichever id of several it is."""
+    by_slot = {place % BLOCK: place for place in reversed(first_places(text))}
     assert by_slot.keys() == set(range(BLOCK))  # every slot of a perfect drafter's block
-    refuse_text_past_an_end(target, text, by_slot.values() if target.is_hybrid else firsts)
+    refuse_text_past_an_end(target, text, by_slot.values())
 
 
 @pytest.mark.slow
-def test_end_token_at_every_place_of_a_hybrid_target():
-    target = tiny_target("hybrid")
-    text = slow_greedy(target, PROMPT, 64)
+def test_end_token_at_every_place(target, text):
     refuse_text_past_an_end(target, text, first_places(text))
 
 
