@@ -13,6 +13,7 @@ from patience import PATIENCE
 from dflash.commands import doctor as doctor_command
 from dflash.diagnose import coldrun, doctor, probes
 from dflash.diagnose.isolated import IsolatedResult, run_isolated
+from dflash.diagnose.probe_bodies import run_body
 from dflash.diagnose.probes import ProbeResult, probe_rows, run_probe
 
 
@@ -45,7 +46,7 @@ def page(**changes) -> dict:
     "name", [pytest.param("recompile_limit_goes_dense", marks=pytest.mark.slow), "foreign_trace_breaks_modules"]
 )
 def test_a_probe_shows_the_fault_and_the_cure(name):
-    """Two of them, the faults that every torch shows; the rest runs in the doctor and in the version matrix."""
+    """Two of them, the faults that every torch shows; the doctor runs the rest."""
     off = run_probe(name, protect=False, backend="eager", device="cpu", limit=PATIENCE)
     on = run_probe(name, protect=True, backend="eager", device="cpu", limit=PATIENCE)
     assert (off.verdict, on.verdict) == ("fault", "clean"), (off, on)
@@ -54,7 +55,7 @@ def test_a_probe_shows_the_fault_and_the_cure(name):
 def test_the_deadlock_probe_needs_a_gpu():
     if torch.cuda.is_available():
         pytest.skip("there is a GPU; the GPU tests run this probe")
-    assert run_probe("lazy_backward_deadlock", True, "eager", limit=PATIENCE).verdict == "skipped"
+    assert run_body("lazy_backward_deadlock", True, "eager", "auto")[0] == "skipped"
 
 
 def test_an_unknown_probe_is_refused():

@@ -33,7 +33,7 @@ def test_with_the_kernels_nothing_is_said(monkeypatch):
     monkeypatch.setattr(target_speed, "has_fast_kernels", lambda: True)
     monkeypatch.setattr(type(target), "device", property(lambda self: torch.device("cuda")))
     monkeypatch.setattr(type(target), "capture", lambda self, ids: None)
-    monkeypatch.setattr(target_speed, "_finish", lambda device: None)
+    monkeypatch.setattr(target_speed, "synchronize", lambda device: None)
     speed = preflight(target, 64)
     assert speed.fast_kernels is True and speed.message is None
 
