@@ -51,16 +51,15 @@ def without_cuda_graphs(mode: str | None) -> str | None:
 class CompiledFunction:
     """`torch.compile(function)`, gated, with typed errors instead of an uncompiled run.
 
-    The body of the compiled function raises when it is executed as Python, so whatever makes torch fall back (a
-    nested trace, the recompile limit, a disabled compiler, a hidden error) ends in an exception here; the cause is
-    then looked up. Under an outer `torch.compile` the function is inlined into the outer graph.
+    Each shape is compiled for itself. The body of the compiled function raises when it is executed as Python, so whatever
+    makes torch fall back (a nested trace, the recompile limit, a disabled compiler, a hidden error) ends in an exception
+    here; the cause is then looked up. Under an outer `torch.compile` the function is inlined into the outer graph.
 
     Args:
         function: what to compile.
         name: for messages.
         describe: (args, kwargs) -> text about one call, such as its shapes and the memory of a dense run.
         mode, backend: as for `torch.compile`; modes with CUDA graphs are mapped (`without_cuda_graphs`).
-        dynamic: False compiles once for each shape.
     """
 
     def __init__(
@@ -70,13 +69,12 @@ class CompiledFunction:
         describe: Callable[[tuple, dict], str] | None = None,
         mode: str | None = None,
         backend: str | Callable[..., Any] = "inductor",
-        dynamic: bool | None = False,
     ) -> None:
         self.function = function
         self.name = name or getattr(function, "__name__", repr(function))
-        self._describe = describe or (lambda args, kwargs: _shapes(args, kwargs))
+        self._describe = describe or _shapes
         options = {"mode": without_cuda_graphs(mode)} if mode else {}
-        self._compiled = torch.compile(_only_compiled(function), fullgraph=True, dynamic=dynamic, backend=backend, **options)
+        self._compiled = torch.compile(_only_compiled(function), fullgraph=True, dynamic=False, backend=backend, **options)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run compiled, or raise a CompileSafetyError that says why it cannot."""

@@ -117,16 +117,14 @@ class Protection:
 def protected(
     jobs: Sequence[WarmupJob] = (),
     *,
-    seal: bool | None = None,
     run_dir: str | Path | None = None,
     step_timeout: float = 600.0,
     on_hang: Callable[[str], None] | None = None,
 ) -> Iterator[Protection]:
-    """Everything at once: install, warm up `jobs`, seal, and watch; all undone at the end of the block.
+    """Everything at once: install, warm up `jobs`, seal if there were any, and watch; all undone at the end of the block.
 
     Args:
         jobs: warmed one after another (`warmup`).
-        seal: forbid compilations inside the block; by default where there were jobs to warm.
         run_dir: where a hang leaves its stacks; None runs without a watchdog.
         step_timeout: seconds without `beat()` that count as a hang.
         on_hang: told the reason before HangError is raised in the main thread.
@@ -136,7 +134,6 @@ def protected(
         stack.enter_context(installed())
         if jobs:
             protection.warmup = warmup(jobs)
-        if seal if seal is not None else bool(jobs):
             stack.enter_context(sealed())
         if run_dir is not None:
             protection.watchdog = stack.enter_context(Watchdog(run_dir, step_timeout, on_hang=on_hang))

@@ -88,9 +88,9 @@ class GradientSum:
     wherever it stands in that GPU's order. Without NCCL all of it is in the order of the default streams.
     """
 
-    def __init__(self, replicas: Sequence[Replica], nccl: bool | None = None):
+    def __init__(self, replicas: Sequence[Replica]):
         self.flats = [flatten_gradients(replica) for replica in replicas] if len(replicas) > 1 else []
-        self.nccl = self._nccl_works() if nccl is None else nccl
+        self.nccl = self._nccl_works()
         self._staging: Tensor | None = None
         self._streams = [torch.cuda.Stream(flat.device) for flat in self.flats] if self.nccl else []
         self._ready: dict[int, torch.cuda.Event] = {}

@@ -37,11 +37,7 @@ def point_name(point: Mapping[str, Any]) -> str:
 
 
 def sweep(
-    notebook: str | Path,
-    folder: str | Path,
-    axes: Mapping[str, Sequence[Any]],
-    fixed: Mapping[str, Any] | None = None,
-    say: Any = print,
+    notebook: str | Path, folder: str | Path, axes: Mapping[str, Sequence[Any]], fixed: Mapping[str, Any] | None = None
 ) -> dict[str, int]:
     """Run the grid; exit codes by point. All parameters of all points are checked before the first one runs."""
     source = read_notebook(notebook)
@@ -55,20 +51,20 @@ def sweep(
         name = point_name({key: point[key] for key in axes})
         out = folder / name / "report.ipynb"
         if out.exists() and verdict(nbformat.read(out, as_version=4)).good:
-            say(f"{number} of {len(points)}: {name} is done already")
+            print(f"{number} of {len(points)}: {name} is done already")
             codes[name] = OK
             continue
-        say(f"{number} of {len(points)}: {name}")
+        print(f"{number} of {len(points)}: {name}")
         _clear(out.parent)
         launched = run_notebook(notebook, out, point)
         codes[name] = launched.code
         if launched.code == INTERRUPTED:
             break
         if launched.code != OK:
-            say(f"{name} failed ({launched.verdict.error or launched.verdict.status}); going on with the next")
+            print(f"{name} failed ({launched.verdict.error or launched.verdict.status}); going on with the next")
     record = {"notebook": str(notebook), "axes": {k: list(v) for k, v in axes.items()}, "fixed": dict(fixed or {})}
     (folder / "sweep.json").write_text(json.dumps({**record, "codes": codes}, indent=1, default=str))
-    say(f"comparison: {build_comparison(folder, list(axes))}")
+    print(f"comparison: {build_comparison(folder, list(axes))}")
     return codes
 
 

@@ -13,9 +13,7 @@ from dflash.views.report.page import document, plots
 from dflash.views.report.story import Finding, status_of
 
 
-def build_comparison(
-    folder: str | Path, axes: list[str] | None = None, out: str | Path | None = None, static: bool = False
-) -> Path:
+def build_comparison(folder: str | Path, axes: list[str] | None = None, static: bool = False) -> Path:
     """Write `folder/comparison.html` about the runs in `folder`; `axes` are the settings shown in the table.
 
     RunError when there is no run.
@@ -25,7 +23,7 @@ def build_comparison(
     if not runs:
         raise RunError(f"{folder} holds no run to compare; run the sweep first")
     runs.sort(key=lambda run: -(run.last_eval.get("acceptance_length") or 0.0))
-    out = Path(out) if out else folder / "comparison.html"
+    out = folder / "comparison.html"
     length = runs[0].last_eval.get("acceptance_length")
     odd, differs = not_comparable(runs), differences(runs)
     text = document(
