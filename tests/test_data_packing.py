@@ -72,16 +72,6 @@ def test_too_long_is_cut_to_a_pack_and_left_out_when_nothing_supervised_remains(
         make_packs(many(), 32, order="worst")
 
 
-def test_batch_has_the_drafters_shapes():
-    batch = make_packs(many(), 64)[0].batch()
-    assert {name: tuple(value.shape) for name, value in batch.items() if name != "lengths"} == {
-        "input_ids": (1, 64),
-        "loss_mask": (1, 64),
-        "position_ids": (1, 64),
-    }
-    assert batch["lengths"].dim() == 1
-
-
 def test_no_prompt_is_on_both_sides_and_more_data_moves_none():
     def chats(prompts):
         return [

@@ -24,7 +24,7 @@ from dflash.data import load_conversations
 from dflash.data.generate import answers as regenerate
 from dflash.data.generate.endpoint import Endpoint
 from dflash.data.generate.engines import ENGINES, Generator, Sampling, tokens_per_second
-from dflash.data.generate.prompts import TEMPLATES, make_prompts, prompts_in, topics
+from dflash.data.generate.prompts import make_prompts, prompts_in, templates_and_topics
 from dflash.errors import ConfigError, DataError, RunError
 from dflash.target.capture import Target
 
@@ -312,11 +312,12 @@ def test_our_prompts_are_many_distinct_and_new():
     assert len(known) == 600 and len(prompts) == len(set(prompts)) >= 12000
     assert not known & set(prompts)
     assert prompts == make_prompts(known) and make_prompts(known, 7) == prompts[:7]
-    assert len(topics()) == len(set(topics())) and all(topic.strip() == topic and topic for topic in topics())
+    templates, topics = templates_and_topics()
+    assert len(topics) == len(set(topics)) == 606 and all(topic.strip() == topic and topic for topic in topics)
     written = ROOT / "data" / "smollm2_greedy.parquet"
     if written.exists():
         assert prompts_in(written) == set(prompts)  # what the file's README says
-    first = prompts[: len(TEMPLATES)]
+    first = prompts[: len(templates)]
     assert len({prompt.split()[0] + prompt.split()[-1] for prompt in first}) == len(first)  # topics differ too
 
 

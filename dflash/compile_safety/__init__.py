@@ -24,22 +24,20 @@ from dflash.compile_safety.errors import (
     WarmupError,
     dense_bytes,
 )
-from dflash.compile_safety.gate import GATE, TraceGate
+from dflash.compile_safety.gate import TraceGate
 from dflash.compile_safety.protect import Protection, install, installed, is_installed, protected, uninstall
 from dflash.compile_safety.seal import is_sealed, seal, sealed, unseal
-from dflash.compile_safety.tracing import ForeignTrace, observe_foreign_trace, recorded_traces
-from dflash.compile_safety.warmup import WarmupJob, WarmupReport, warmup
+from dflash.compile_safety.tracing import observe_foreign_trace, recorded_traces
+from dflash.compile_safety.warmup import WarmupJob, warmup
 from dflash.compile_safety.watchdog import HANG_EXIT_CODE, Watchdog
 
 __all__ = [
-    "GATE",
     "GIB",
     "HANG_EXIT_CODE",
     "CompileFailedError",
     "CompileSafetyError",
     "CompiledFunction",
     "DynamoDisabledError",
-    "ForeignTrace",
     "GateTimeoutError",
     "HangError",
     "NestedTraceError",
@@ -51,7 +49,6 @@ __all__ = [
     "UnsupportedHeadDimError",
     "WarmupError",
     "WarmupJob",
-    "WarmupReport",
     "Watchdog",
     "dense_bytes",
     "install",

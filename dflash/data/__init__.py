@@ -4,16 +4,14 @@
 (`rendering`, `spans`), and reports (`report`); `split_held_out` and `make_packs` (`packing`) make training rows of them.
 """
 
-from dflash.data.chat import Chat, UnusableRow, chat_of, question_of
-from dflash.data.conversations import MAX_SKIPPED, iter_conversations, load_conversations, refuse_skipped
+from dflash.data.chat import UnusableRow, chat_of, question_of
+from dflash.data.conversations import iter_conversations, load_conversations
 from dflash.data.packing import Conversation, Pack, make_packs, split_held_out
 from dflash.data.random_ids import random_conversations, random_packs
 from dflash.data.rendering import ChatRenderer, prompt_reader
 from dflash.data.report import DataReport
 
 __all__ = [
-    "MAX_SKIPPED",
-    "Chat",
     "ChatRenderer",
     "Conversation",
     "DataReport",
@@ -27,6 +25,5 @@ __all__ = [
     "question_of",
     "random_conversations",
     "random_packs",
-    "refuse_skipped",
     "split_held_out",
 ]

@@ -53,12 +53,6 @@ class Pack:
         """Real tokens, padding left out."""
         return int(self.lengths.sum())
 
-    def batch(self, device: torch.device | str = "cpu") -> dict[str, Tensor]:
-        """The drafter's arguments of this pack, with the leading batch dimension of 1."""
-        named = {"input_ids": self.input_ids, "loss_mask": self.loss_mask, "position_ids": self.position_ids}
-        batch = {name: value.unsqueeze(0).to(device) for name, value in named.items()}
-        return batch | {"lengths": self.lengths.to(device)}
-
 
 def split_held_out(
     conversations: list[Conversation], share: float = 0.1, seed: int = 0

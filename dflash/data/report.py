@@ -67,21 +67,6 @@ class DataReport:
         inside = [edge for edge in _EDGES if min(self.lengths) <= edge <= max(self.lengths)]
         return inside, [self.lengths[edge] for edge in inside]
 
-    def to_dict(self) -> dict:
-        """JSON-ready; `from_dict` reads it back."""
-        values = dict(self.__dict__)
-        values |= {"skipped": dict(self.skipped), "notes": dict(self.notes)}
-        values["lengths"] = {str(edge): count for edge, count in sorted(self.lengths.items())}
-        values["supervised_share"] = self.supervised_share
-        return values
-
-    @classmethod
-    def from_dict(cls, values: dict) -> DataReport:
-        values = {name: value for name, value in values.items() if name in cls.__dataclass_fields__}
-        values |= {name: Counter(values.get(name, {})) for name in ("skipped", "notes")}
-        values["lengths"] = Counter({int(edge): count for edge, count in values["lengths"].items()})
-        return cls(**values)
-
     def reasons(self) -> str:
         """The reasons for skipped rows as text: how many, and the first rows of each."""
         width = max((len(reason) for reason in self.skipped), default=0)
