@@ -26,7 +26,7 @@ from dflash.evaluate.acceptance import evaluate_acceptance, summarize, walk_pack
 from dflash.evaluate.decoding import Decoding
 from dflash.evaluate.parity import parity_check
 from dflash.evaluate.texts import Prompt, compare_modes, evaluate_prompts, summarize_prompts, thinking_mode
-from dflash.runs.record import run_folder
+from dflash.runs.record import plain, run_folder
 from dflash.target.capture import Target, load_target
 from dflash.target.features import OnlineFeatures
 from dflash.target.random_weights import NOTHING_TO_DECODE, is_random
@@ -260,13 +260,5 @@ def write_evaluation(summary: dict[str, Any], path: str | Path) -> Path:
     """Write `evaluation.json` as strict JSON."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(_finite(summary), indent=1, allow_nan=False) + "\n")
+    path.write_text(json.dumps(plain(summary), indent=1, allow_nan=False) + "\n")
     return path
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float) and not (abs(value) < float("inf")):
-        return None
-    if isinstance(value, dict):
-        return {str(key): _finite(item) for key, item in value.items()}
-    return [_finite(item) for item in value] if isinstance(value, (list, tuple)) else value

@@ -25,9 +25,19 @@ from dflash.errors import TargetError
 
 PREFIX = "random:"
 _SEED = 0
-_QWEN = dict(tie_word_embeddings=False, bos_token_id=None, eos_token_id=None)
+_PLAIN = dict(tie_word_embeddings=False, bos_token_id=None, eos_token_id=None)
+_TINY = _PLAIN | dict(
+    vocab_size=300,
+    hidden_size=64,
+    intermediate_size=96,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    max_position_embeddings=4096,
+)
 SHAPES: dict[str, dict[str, Any]] = {
-    "qwen3.6-27b": dict(
+    "qwen3.6-27b": _PLAIN
+    | dict(
         vocab_size=248320,
         hidden_size=5120,
         intermediate_size=17408,
@@ -41,36 +51,16 @@ SHAPES: dict[str, dict[str, Any]] = {
         linear_value_head_dim=128,
         max_position_embeddings=262144,
         rope_parameters={"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
-        **_QWEN,
     ),
-    "tiny-hybrid": dict(
-        vocab_size=300,
-        hidden_size=64,
-        intermediate_size=96,
+    "tiny-hybrid": _TINY
+    | dict(
         num_hidden_layers=8,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
         linear_num_key_heads=2,
         linear_num_value_heads=4,
         linear_key_head_dim=16,
         linear_value_head_dim=16,
-        max_position_embeddings=4096,
-        **_QWEN,
     ),
-    "tiny": dict(
-        vocab_size=300,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=4096,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=None,
-    ),
+    "tiny": _TINY | dict(num_hidden_layers=4),
 }
 _DENSE = ("tiny",)
 MOST_LAYERS = 1000  # counting the weights of more takes minutes
