@@ -17,7 +17,7 @@ _SHOWN = {
     "train": ("packs_per_step", "lr", "gamma", "soft_labels", "dtype", "seed"),
 }
 _LIMITS = """Made for this target alone: its weights, its chat template and its thinking mode. With another, quantised or
-fine-tuned target the text stays that target's own, and fewer drafts stand. Acceptance falls on text unlike the training
+fine-tuned target the text stays that target's own, and fewer drafts are accepted. Acceptance falls on text unlike the training
 conversations, on sampled text, and past `pack_length` tokens. A server's counters read higher: they count drafts behind the
 end of a text too."""
 
@@ -30,7 +30,7 @@ def write_card(path: Path, run: Path | None, checkpoint: Path, lines: Mapping[st
         for server, line in lines.items():
             parts += [f"{server}:", "", "```", line, "```", ""]
         parts.append(
-            "More drafts a call than the block has are not refused by vLLM, and never stand; fewer make a call cheaper."
+            "More drafts a call than the block has are not refused by vLLM, and never accepted; fewer make a call cheaper."
         )
     if run is not None:
         parts += _training(run, checkpoint)
@@ -62,7 +62,7 @@ def _acceptance(record: Mapping[str, Any]) -> list[str]:
         f"Held-out acceptance length {record['acceptance_length']:.3f} (tokens gained per target call, the bonus token "
         f"included), greedy, over {blocks} target calls at step {record.get('step')}.",
         "",
-        "| slot | drafts that stand up to it | 95% interval over calls |",
+        "| slot | drafts accepted up to it | 95% interval over calls |",
         "|---|---|---|",
     ]
     for slot, share in enumerate(record["acceptance_by_slot"], 1):

@@ -170,7 +170,7 @@ def prepare_case(options: ServeOptions, folder: Path, say: Say) -> Case:
     if options.draft_tokens is not None and not 1 <= options.draft_tokens <= drafted:
         raise ConfigError(
             f"draft_tokens is {options.draft_tokens}, and the drafter's block of {settings['block_size']} has {drafted} "
-            f"drafts; give 1 to {drafted} (vLLM takes more, and the rest never stands)"
+            f"drafts; give 1 to {drafted} (vLLM takes more, and never accepts the rest)"
         )
     if options.url is None and not is_folder(target_folder):
         say(f"writing the target to {target_folder}")

@@ -61,7 +61,7 @@ def table(summary: dict[str, Any]) -> str:
     ]
     gaps = f", logit gaps up to {both['largest_gap']:.2g}" if both["differing"] else ""
     parts = [
-        "Acceptance: tokens per target call (bonus token included), and drafts that stand up to each slot.",
+        "Acceptance: tokens per target call (bonus token included), and drafts accepted up to each slot.",
         str(Table(rows, ["seen by", "calls", "length", *slots])),
         f"Its counters go on past the end of a text. On its {both['rounds']} rounds: ours {both['length_ours']:.3f}, server "
         f"{both['length_server']:.3f}; {len(both['differing'])} rounds differ{gaps}.",

@@ -1,4 +1,4 @@
-"""A serve check as one plot: drafts that stand, by slot, in training, in our decoding and in the server."""
+"""A serve check as one plot: drafts accepted, by slot, in training, in our decoding and in the server."""
 
 from __future__ import annotations
 
@@ -17,5 +17,5 @@ def serving_bundle(summary: dict[str, Any], text: str) -> dict[str, Any]:
         curve("our decoding", summary["ours"]["acceptance_by_slot"], style.ORANGE, "dash"),
         curve("the server", summary["server"]["acceptance_by_slot"], style.VERMILLION, "dot"),
     ]
-    title = "Drafts that stand up to slot k, on the same prompts"
+    title = "Drafts accepted up to slot k, on the same prompts"
     return bundle([Panel("served", title, "slot k", "% of target calls", lines, y_range=(0.0, None))], text)
