@@ -17,9 +17,9 @@ _SHOWN = {
     "train": ("packs_per_step", "lr", "gamma", "soft_labels", "dtype", "seed"),
 }
 _LIMITS = """Made for this target alone: its weights, its chat template and its thinking mode. With another, quantised or
-fine-tuned target the text stays that target's own, and fewer drafts are accepted. Acceptance falls on text unlike the training
-conversations, on sampled text, and past `pack_length` tokens. A server's counters read higher: they count drafts behind the
-end of a text too."""
+fine-tuned target the text stays that target's own, and fewer drafts are accepted. Acceptance falls on text unlike the
+training conversations, on sampled text, and past `pack_length` tokens. A server's counters read higher: they count drafts
+behind the end of a text too."""
 
 
 def write_card(path: Path, run: Path | None, checkpoint: Path, lines: Mapping[str, str]) -> None:
