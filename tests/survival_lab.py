@@ -72,7 +72,7 @@ def kill_in_saves(root: Path, times: int, seed: int = 0) -> dict[str, object]:
     draw, seen = random.Random(seed), {"killed": 0, "inside": 0, "backwards": 0, "lost": 0, "twice": 0}
     took = _time_of_a_save(root)
     newest = 0
-    while seen["killed"] < times or (seen["inside"] < times // 4 and seen["killed"] < 2 * times):
+    while seen["killed"] < times or (seen["inside"] < times // 4 and seen["killed"] < 4 * times):
         at, delay = newest + draw.randint(1, 2), draw.uniform(0, took)
         told, tell = os.pipe()
         child = os.fork()

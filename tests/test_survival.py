@@ -42,11 +42,12 @@ HERE = Path(__file__).parent
 # -- checkpoints --------------------------------------------------------------------------------------------------
 
 
-def test_twenty_kills_in_a_save_lose_nothing(tmp_path):
+@pytest.mark.parametrize("times", [5, pytest.param(20, marks=pytest.mark.slow)])
+def test_kills_in_a_save_lose_nothing(tmp_path, times):
     """Half-written folders never count; what was complete before a kill is complete after it (speculators#739)."""
     environment = {**os.environ, "PYTHONPATH": f"{HERE.parent}:{HERE}"}
     ran = subprocess.run(
-        [sys.executable, str(HERE / "survival_lab.py"), str(tmp_path), "20"],
+        [sys.executable, str(HERE / "survival_lab.py"), str(tmp_path), str(times)],
         capture_output=True,
         text=True,
         timeout=PATIENCE,
@@ -54,7 +55,7 @@ def test_twenty_kills_in_a_save_lose_nothing(tmp_path):
     )
     assert ran.returncode == 0, ran.stderr[-3000:]
     seen = json.loads(ran.stdout.splitlines()[-1])
-    assert seen["killed"] >= 20 and seen["inside"] >= 5, f"the kills must hit saves: {seen}"
+    assert seen["killed"] >= times and seen["inside"] >= times // 4, f"the kills must hit saves: {seen}"
     assert (seen["backwards"], seen["lost"], seen["twice"]) == (0, 0, 0), seen
     one, two = tmp_path / "whole", tmp_path / "killed"
     assert losses(one) == losses(two) and len(losses(two)) == 60
