@@ -13,7 +13,7 @@ from dflash.train import recipes
 from dflash.train.expected import expected_band
 from dflash.train.holding import bytes_by_device
 from dflash.train.settings import RunConfig
-from dflash.views.dashboard.panels import build_panels
+from dflash.views.dashboard.panels import PANELS
 from dflash.views.dashboard.series import RunSeries
 from dflash.views.report.story import findings
 
@@ -83,11 +83,11 @@ def test_a_run_that_leaves_the_band_is_told(tmp_path):
         "Held-out acceptance left the band of the recipe at step 50: 1.05, where 1.10 to 1.25 is expected (measured on "
         "two cores)."
     )
-    (panel,) = build_panels(series, ["acceptance"])
+    panel = PANELS["acceptance"](series)
     (band,) = [line for line in panel.lines if line.area]
     assert max(band.y) == pytest.approx(1.4) and min(band.y) == 1.0 and max(band.x) == 100
     series.planned_steps = 50  # the plot is not wider than the run
-    (band,) = [line for line in build_panels(series, ["acceptance"])[0].lines if line.area]
+    (band,) = [line for line in PANELS["acceptance"](series).lines if line.area]
     assert max(band.x) == 50 and max(band.y) == pytest.approx(1.25)
 
 
@@ -129,7 +129,7 @@ def test_shared_memory_counts_once():
 def test_the_memory_plot_stands_the_peak_beside_the_estimate(tmp_path):
     series = RunSeries(write_run(tmp_path, steps=20, devices=1))
     series.follow()
-    (panel,) = build_panels(series, ["holdings"])
+    panel = PANELS["holdings"](series)
     assert panel.lanes == ["cuda:0 at step 2", "cuda:0 estimated"]
     totals = [sum(group.lengths[lane] for group in panel.spans) for lane in range(2)]
     assert totals == pytest.approx([60, 60])  # the peak of the record; the estimate's sum
